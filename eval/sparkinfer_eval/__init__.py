@@ -1,0 +1,1 @@
+"""Evaluation of served engines: prompts, cells, arrivals, checks, records and reports."""

@@ -1,0 +1,119 @@
+"""Messages between the server process and the engine process (msgpack by msgspec over a local socket)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, array_like=True, frozen=True):
+    """Wire form of `sparkinfer.scheduling.types.SamplingParams`."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    logprobs: int | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+
+class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """Start a request. `prompt` holds token ids; the server has checked it against the context length."""
+
+    id: str
+    prompt: list[int]
+    sampling: Sampling
+    priority: int = 0
+    cache_salt: str = ""
+    use_cache: bool = True
+
+
+class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """Forget requests; unknown ids are ignored (they may just have finished)."""
+
+    ids: list[str]
+
+
+class ResetCache(msgspec.Struct, tag="reset", array_like=True, frozen=True):
+    """Drop all prefix-cache contents that no running request holds."""
+
+    token: str
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
+    """End the engine process once running requests are done or `grace_s` seconds have passed."""
+
+    grace_s: float
+
+
+ToEngine = AddRequest | AbortRequests | ResetCache | Shutdown
+
+
+class TokenEvent(msgspec.Struct, array_like=True, frozen=True):
+    """One new token (or the end without one: `token` None).
+
+    `top` holds (token id, logprob) pairs. `num_cached` is the number of prompt tokens taken from the prefix cache.
+    """
+
+    id: str
+    token: int | None
+    finish_reason: str | None = None
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+    num_cached: int = 0
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct, array_like=True, frozen=True):
+    """Gauges and counters since start; the server turns them into /metrics and /v1/info."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    slots_used: int = 0
+    slots_total: int = 0
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    prefix_bytes: int = 0
+    prefix_evictions: int = 0
+    snapshots_used: int = 0
+    snapshots_total: int = 0
+
+
+class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
+    """All token events of one engine step, with the state of the engine after it."""
+
+    events: list[TokenEvent]
+    stats: EngineStats
+
+
+class EngineReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+    """The engine accepts requests. `info` is shown by /v1/info under `engine` (limits, memory plan, device)."""
+
+    info: dict[str, object]
+
+
+class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
+    """The engine could not start or died; `exit_code` as in `sparkinfer.errors`."""
+
+    message: str
+    exit_code: int
+
+
+class CacheReset(msgspec.Struct, tag="cache_reset", array_like=True, frozen=True):
+    """Answer to ResetCache with the same `token`."""
+
+    token: str
+    dropped_blocks: int
+    dropped_snapshots: int
+
+
+FromEngine = StepOutput | EngineReady | EngineFailed | CacheReset
