@@ -88,6 +88,12 @@ class Request:
         """Tokens known to the host: prompt and committed output."""
         return len(self.prompt) + len(self.output)
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end the request once `min_tokens` outputs exist; the runner masks them until then."""
+        stop = self.sampling.stop_token_ids
+        return stop if self.sampling.ignore_eos else stop | self.eos_token_ids
+
     def token_at(self, position: int) -> int:
         """The token id at `position`; raises IndexError beyond `num_tokens`."""
         n = len(self.prompt)
@@ -119,8 +125,9 @@ class Row:
     begins with that snapshot's; any other row continues from what its slot holds. `pending` says that the
     input token is still being sampled by the step before: the runner then takes it from its last-token
     table at `slot`. `samples` says that the row's last position yields a new token, number `output_index`
-    of the request (which keys the sampling noise). `blocks` and `slot` are copies: the plan stays valid
-    when the request moves on.
+    of the request (which keys the sampling noise); while it is below `min_tokens` the runner masks the request's
+    `end_token_ids`. `blocks` and `slot` stay valid when the request moves on: `blocks` may grow at its end, entries
+    that a row uses never change.
     """
 
     request: Request
@@ -193,7 +200,7 @@ class StepResult:
     logprobs: list[TokenLogprobs | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenUpdate:
     """A committed token of a request, or its end without one (`token` None)."""
 

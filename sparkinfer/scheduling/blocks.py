@@ -1,0 +1,66 @@
+"""The pool of KV blocks: allocation, sharing by reference count, release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS
+
+
+def blocks_for(num_tokens: int) -> int:
+    """KV blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // KV_BLOCK_TOKENS)
+
+
+class BlockPool:
+    """Blocks 0 to `total` - 1. A block's reference count is the number of requests and cache entries holding it."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.refs = [0] * total
+        # A stack: blocks freed last are used first, their memory is warm.
+        self._free = list(range(total - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.total - len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each. Raises ValueError when fewer are free: callers check first."""
+        free = self._free
+        if count > len(free):
+            raise ValueError(f"{count} KV blocks asked for, {len(free)} free")
+        if count == 0:
+            return []
+        taken = free[-count:]
+        del free[-count:]
+        taken.reverse()
+        for block in taken:
+            self.refs[block] = 1
+        return taken
+
+    def share(self, block: int) -> None:
+        """One more holder. Raises ValueError on a free block."""
+        if self.refs[block] < 1:
+            raise ValueError(f"KV block {block} is free and cannot be shared")
+        self.refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One holder less of each; those without a holder become free. Raises ValueError on a free block."""
+        refs = self.refs
+        for block in blocks:
+            if refs[block] < 1:
+                raise ValueError(f"KV block {block} is released twice")
+            refs[block] -= 1
+            if refs[block] == 0:
+                self._free.append(block)
+
+    def free_ids(self) -> list[int]:
+        """Ids of the free blocks, for integrity checks."""
+        return list(self._free)

@@ -1,0 +1,57 @@
+"""The scheduler's own record of a request."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from sparkinfer.scheduling.types import Request
+
+
+class Phase(enum.IntEnum):
+    """Where a sequence stands. DONE ones may still hold resources that a step in flight uses."""
+
+    WAITING = 0
+    PREFILL = 1
+    DECODE = 2
+    DONE = 3
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request with what the scheduler keeps about it. `key` orders all requests: lower runs earlier."""
+
+    request: Request
+    key: tuple[int, int]
+    prompt_len: int
+    end_computed: int
+    """Tokens computed when the last allowed output has been sampled: nothing is scheduled beyond."""
+    stop_ids: frozenset[int]
+    min_tokens: int
+    phase: Phase = Phase.WAITING
+    in_flight: int = 0
+    """Rows in plans that are not committed."""
+    preempting: bool = False
+    """Chosen as a victim; gives its resources back when its last row in flight commits."""
+    admitted_before: bool = False
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens known and not computed yet."""
+        request = self.request
+        return self.prompt_len + len(request.output) - request.num_computed
+
+
+def make_sequence(request: Request, key: tuple[int, int], max_model_len: int) -> Sequence:
+    """The record of a fresh request."""
+    sampling = request.sampling
+    prompt_len = len(request.prompt)
+    max_outputs = min(sampling.max_tokens, max_model_len - prompt_len)
+    return Sequence(
+        request=request,
+        key=key,
+        prompt_len=prompt_len,
+        end_computed=prompt_len + max_outputs - 1,
+        stop_ids=request.end_token_ids,
+        min_tokens=sampling.min_tokens,
+    )
