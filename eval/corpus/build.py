@@ -57,8 +57,9 @@ TEXTS = (
         "english.txt",
         DOC,
         "usr/share/doc/python3.11/html/_sources",
-        tuple(
-            f"{part}/**/*.txt" for part in ("extending", "faq", "howto", "reference", "tutorial", "using", "whatsnew")
+        (
+            *(f"{part}/**/*.txt" for part in ("extending", "faq", "howto", "reference", "tutorial", "using")),
+            "whatsnew/*.txt",
         ),
         # What's New's raw change list is one-line items, not prose.
         ("whatsnew/changelog",),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
+
+from sparkinfer.errors import ConfigError
 
 from .corpus import TEXTS, read_text
 
@@ -29,8 +32,14 @@ CHAT_TEMPLATE = (
 def train_tokenizer(vocab: int) -> Tokenizer:
     """A tokenizer of exactly `vocab` entries (special tokens first, then bytes, then merges).
 
-    Raises ValueError when the corpus does not hold enough merges for that many entries.
+    Raises ConfigError when the corpus does not hold enough merges for that many entries.
     """
+    return Tokenizer.from_str(_trained(vocab))
+
+
+@functools.lru_cache(maxsize=4)
+def _trained(vocab: int) -> str:
+    """The trained tokenizer as JSON text (immutable, so that it can be kept for the next model)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -50,7 +59,7 @@ def train_tokenizer(vocab: int) -> Tokenizer:
         raise ValueError(
             f"the corpus gives a vocabulary of {tokenizer.get_vocab_size()} entries, {vocab} were asked for"
         )
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def silent_token_ids(tokenizer: Tokenizer) -> list[int]:

@@ -68,7 +68,7 @@ def test_loads_in_transformers_and_answers_vary(checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, info = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     kind = checkpoint.name.rsplit("-", 1)[1]
     assert 3_000_000 <= model.num_parameters() == parameter_count(kind, ToySize()) <= 6_000_000
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -85,7 +85,8 @@ def test_loads_in_transformers_and_answers_vary(checkpoint: Path) -> None:
     assert answers[0] != answers[1]
     assert all(len(set(answer)) > 24 for answer in answers), "the greedy answer runs in a circle"
     # Every answered token is text of its own: the stream has a first token to time.
-    assert all(tokenizer.decode([token]) and "�" not in tokenizer.decode([token]) for token in sum(answers, []))
+    texts = [tokenizer.decode([token]) for answer in answers for token in answer]
+    assert all(text and "�" not in text for text in texts)
 
 
 def test_tokenizer_round_trip_and_template(checkpoint: Path) -> None:
