@@ -155,9 +155,8 @@ def tensor_specs(kind: str, size: ToySize) -> list[TensorSpec]:
     specs = [TensorSpec("model.embed_tokens.weight", (size.vocab, size.hidden), 0.5)]
     for index, layer_type in enumerate(size.layer_types):
         layer = f"model.layers.{index}"
-        norm = {"std": 0.1, "mean": 0.0}
-        specs.append(TensorSpec(f"{layer}.input_layernorm.weight", (size.hidden,), **norm))
-        specs.append(TensorSpec(f"{layer}.post_attention_layernorm.weight", (size.hidden,), **norm))
+        specs.append(TensorSpec(f"{layer}.input_layernorm.weight", (size.hidden,), 0.1))
+        specs.append(TensorSpec(f"{layer}.post_attention_layernorm.weight", (size.hidden,), 0.1))
         if layer_type == "full_attention":
             specs += _attention_specs(f"{layer}.self_attn", size)
         else:

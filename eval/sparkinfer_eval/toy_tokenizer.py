@@ -56,20 +56,18 @@ def _trained(vocab: int) -> str:
     )
     tokenizer.train_from_iterator((read_text(name) for name in TEXTS), trainer=trainer)
     if tokenizer.get_vocab_size() != vocab:
-        raise ValueError(
-            f"the corpus gives a vocabulary of {tokenizer.get_vocab_size()} entries, {vocab} were asked for"
-        )
+        raise ConfigError(f"the corpus gives {tokenizer.get_vocab_size()} vocabulary entries, {vocab} were asked for")
     return tokenizer.to_str()
 
 
 def silent_token_ids(tokenizer: Tokenizer) -> list[int]:
     """Ids whose text is empty or not whole characters: special tokens and pieces of multi-byte characters."""
-    silent = [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS]
+    silent = []
     for identifier in range(tokenizer.get_vocab_size()):
         text = tokenizer.decode([identifier], skip_special_tokens=True)
         if not text or "�" in text:
             silent.append(identifier)
-    return sorted(set(silent))
+    return silent
 
 
 def tokenizer_config(max_length: int) -> dict[str, Any]:
