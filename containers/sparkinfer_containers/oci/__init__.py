@@ -1,0 +1,1 @@
+"""OCI images without a daemon: layout writer, safe layer reading, registry client."""
