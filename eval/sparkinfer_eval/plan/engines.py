@@ -101,7 +101,11 @@ def _refuse_handicaps(engine: Engine, argv: list[str], env: dict[str, str], sour
 
 
 def command(
-    engine: Engine, device: str, values: dict[str, str], environ: dict[str, str] | None = None, source: str | None = None
+    engine: Engine,
+    device: str,
+    values: dict[str, str],
+    environ: dict[str, str] | None = None,
+    source: str | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """The server's argument list and whole environment for one device; `environ` is the caller's (default os.environ).
 

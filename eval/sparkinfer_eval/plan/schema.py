@@ -35,7 +35,11 @@ def _location(error: jsonschema.ValidationError) -> str:
 def _describe(error: jsonschema.ValidationError) -> list[str]:
     """One sentence per fault of one schema error."""
     where = _location(error)
-    if error.validator == "additionalProperties" and isinstance(error.schema, dict) and isinstance(error.instance, dict):
+    if (
+        error.validator == "additionalProperties"
+        and isinstance(error.schema, dict)
+        and isinstance(error.instance, dict)
+    ):
         known = sorted(error.schema.get("properties", {}))
         sentences = []
         for key in (k for k in error.instance if k not in known):
