@@ -1,0 +1,77 @@
+"""Plain torch depthwise causal convolution of width W followed by SiLU, channels last.
+
+A sequence's window is its last W-1 inputs, oldest first; an all-zero window starts a sequence. The result of a position
+is sum over j of weight[j] * input[position - (W-1) + j], so weight[W-1] meets the position itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+
+def causal_conv1d_varlen(
+    x: torch.Tensor,
+    windows: torch.Tensor,
+    weight: torch.Tensor,
+    lengths: Sequence[int],
+    saves: Sequence[tuple[int, int, torch.Tensor]] = (),
+) -> torch.Tensor:
+    """Convolve packed sequences, each from its own window; the windows are updated in place.
+
+    Args:
+        x: [T, C], the sequences one after another.
+        windows: [R, W-1, C], overwritten by each sequence's last W-1 inputs.
+        weight: [W, C] fp32.
+        lengths: R lengths, each at least 1, T in sum.
+        saves: (r, n, destination [W-1, C]): the window of sequence r after its first n tokens is copied there.
+
+    Returns:
+        [T, C] in the dtype of `x`.
+    """
+    back = weight.shape[0] - 1
+    pieces: list[torch.Tensor] = []
+    for window, part in zip(windows, x.split(list(lengths)), strict=True):
+        pieces += (window, part)
+    padded = torch.cat(pieces)
+    total = padded.shape[0] - back
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    starts = []
+    position = 0
+    for length in lengths:
+        starts.append(position)
+        position += length + back
+    y = padded[:total].float() * weight[0] if x.dtype != torch.float32 else padded[:total] * weight[0]
+    for tap in range(1, back + 1):
+        y.addcmul_(padded[tap : tap + total], weight[tap])
+    F.silu(y, inplace=True)
+    torch.cat([y[start : start + length] for start, length in zip(starts, lengths, strict=True)], out=out)
+    for row, count, destination in saves:
+        destination.copy_(padded[starts[row] + count : starts[row] + count + back], non_blocking=True)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        windows[row].copy_(padded[start + length : start + length + back])
+    return out
+
+
+def causal_conv1d_update(
+    x: torch.Tensor, pool: torch.Tensor, weight: torch.Tensor, runs: Sequence[tuple[int, int, int]]
+) -> torch.Tensor:
+    """One token for each of n sequences; their windows in `pool` advance by one in place.
+
+    Args:
+        x: [n, C].
+        pool: [slots, W-1, C], windows by slot.
+        weight: [W, C] fp32.
+        runs: (row, slot, count): rows row.. live in slots slot.., `count` of them; together all n rows, in order.
+
+    Returns:
+        [n, C] in the dtype of `x`.
+    """
+    windows = [pool[slot : slot + count] for _, slot, count in runs]
+    history = torch.cat((windows[0] if len(runs) == 1 else torch.cat(windows), x.unsqueeze(1)), dim=1)
+    y = (history * weight).sum(dim=1)
+    for row, slot, count in runs:
+        pool[slot : slot + count].copy_(history[row : row + count, 1:])
+    return F.silu(y, inplace=True).to(x.dtype)

@@ -1,0 +1,1 @@
+"""Gated delta rule (linear attention): chunked varlen prefill and recurrent decode."""

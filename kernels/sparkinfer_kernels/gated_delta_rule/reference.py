@@ -1,0 +1,275 @@
+"""Plain torch gated delta rule (Yang et al. 2024, arXiv 2412.06464).
+
+Per value head, with state S [K, V] and for each token (k, q normalised to length 1, q scaled by K**-0.5):
+
+    S <- exp(g) * S;  S <- S + k (beta * (v - S^T k))^T;  o = S^T q
+
+Prefill uses the chunked form: inside a chunk the rank-one updates are condensed by the UT transform (Yang et al. 2024,
+arXiv 2406.06484) into a triangular system, solved for all chunks of all sequences at once; then a short sequential scan
+over chunk numbers carries the state, batched over sequences and heads. The system is solved by substitution: expanding
+the inverse in powers would cancel badly when keys repeat.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64
+"""Tokens per chunk. Chunks are cut at multiples of it in the request's own positions, and at checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """Where the tokens of packed sequences stand in chunks. Made by `chunk_layout`.
+
+    N chunks are ordered by chunk number, then by sequence; sequences come longest (in chunks) first, so the chunks of
+    one number belong to the first sequences.
+    """
+
+    gather: torch.Tensor
+    """[N * CHUNK] int64: token of each chunk position (padding: some token of the same chunk)."""
+    scatter: torch.Tensor
+    """[T] int64: chunk position of each token."""
+    padding: torch.Tensor | None
+    """[N * CHUNK, 1] bool: true where no token stands; None when every chunk is full."""
+    steps: list[tuple[int, int]]
+    """First and last-plus-one chunk of every chunk number."""
+    saves: list[list[tuple[int, int]]]
+    """By chunk number: (sequence, save number) of the states wanted after that chunk."""
+
+
+def num_chunks(start: int, length: int, cuts: Sequence[int] = ()) -> int:
+    """Chunks of a sequence that computes positions [start, start + length) and is cut at positions `cuts`."""
+    stop = start + length
+    inner = sum(1 for cut in set(cuts) if start < cut < stop and cut % CHUNK)
+    return (stop - 1) // CHUNK - start // CHUNK + 1 + inner
+
+
+def chunk_layout(
+    starts: Sequence[int], lengths: Sequence[int], cuts: Sequence[Sequence[int]], device: torch.device
+) -> ChunkLayout:
+    """Lay packed sequences out in chunks.
+
+    Args:
+        starts: first position of each sequence's share.
+        lengths: tokens of each share, at least 1.
+        cuts: for each sequence the positions in (start, start + length] whose state is wanted, ascending; they are
+            numbered through all sequences in order.
+        device: where the index tensors go.
+
+    Raises:
+        ValueError: if sequences do not come longest (in chunks) first.
+    """
+    first_token, size, number = [], [], []
+    saves_at: list[tuple[int, int, int]] = []
+    counts = []
+    token = save = 0
+    for row, (start, length, wanted) in enumerate(zip(starts, lengths, cuts, strict=True)):
+        stop = start + length
+        edges = sorted({*range((start // CHUNK + 1) * CHUNK, stop, CHUNK), *wanted, stop})
+        by_edge = {edge: index for index, edge in enumerate(edges)}
+        for position in wanted:
+            saves_at.append((by_edge[position], row, save))
+            save += 1
+        previous = start
+        for index, edge in enumerate(edges):
+            first_token.append(token)
+            size.append(edge - previous)
+            number.append(index)
+            token += edge - previous
+            previous = edge
+        counts.append(len(edges))
+    if any(a < b for a, b in itertools.pairwise(counts)):
+        raise ValueError("sequences must come longest (in chunks) first")
+    order = np.argsort(np.asarray(number), kind="stable")
+    begin = np.asarray(first_token)[order]
+    extent = np.asarray(size)[order]
+    lane = np.arange(CHUNK)
+    gather = begin[:, None] + np.minimum(lane, extent[:, None] - 1)
+    real = lane < extent[:, None]
+    scatter = np.empty(token, dtype=np.int64)
+    scatter[gather[real]] = np.flatnonzero(real)
+    edges_of = np.searchsorted(np.asarray(number)[order], np.arange(counts[0] + 1)).tolist()
+    saves: list[list[tuple[int, int]]] = [[] for _ in range(counts[0])]
+    for index, row, save_number in saves_at:
+        saves[index].append((row, save_number))
+    return ChunkLayout(
+        gather=torch.from_numpy(gather.reshape(-1)).to(device),
+        scatter=torch.from_numpy(scatter).to(device),
+        padding=None if real.all() else torch.from_numpy(~real.reshape(-1, 1)).to(device),
+        steps=list(itertools.pairwise(edges_of)),
+        saves=saves,
+    )
+
+
+def normalise_qk(qk: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """L2-normalise query and key heads, x / sqrt(sum x^2 + 1e-6), and scale them.
+
+    Args:
+        qk: [T, 2 * Hk, K], query heads then key heads.
+        scale: [2 * Hk, 1] fp32: K**-0.5 times the factor wanted (queries take another K**-0.5).
+
+    Returns:
+        [T, 2 * Hk, K] fp32.
+    """
+    d = qk.shape[-1]
+    # rsqrt(sum + e) = d**-0.5 * rsqrt(mean + e / d): the norm kernel does it in one call.
+    return F.rms_norm(qk.float(), (d,), None, 1e-6 / d).mul_(scale)
+
+
+def decay_and_beta(
+    b: torch.Tensor, a: torch.Tensor, neg_exp_a_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gates of the rule: g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b).
+
+    Args:
+        b, a: [T, Hv].
+        neg_exp_a_log, dt_bias: [Hv] fp32.
+
+    Returns:
+        (g, beta), [T, Hv] fp32 each.
+    """
+    return F.softplus(a.float() + dt_bias).mul_(neg_exp_a_log), torch.sigmoid(b.float())
+
+
+def chunk_gated_delta_rule(
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    layout: ChunkLayout,
+    save_to: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """The rule over packed sequences, each from its own state.
+
+    Args:
+        qk: [T, 2 * Hk, K] fp32 from `normalise_qk`.
+        v: [T, Hv, V].
+        g, beta: [T, Hv] fp32.
+        state: [R, Hv, K, V] fp32, overwritten by the state after each sequence.
+        layout: the sequences in chunks.
+        save_to: destination [Hv, K, V] of every save of `layout`, by save number.
+
+    Returns:
+        [T, Hv, V] fp32.
+    """
+    hk, dk = qk.shape[1] // 2, qk.shape[2]
+    hv, dv = v.shape[1:]
+    group = hv // hk
+    n = layout.gather.shape[0] // CHUNK
+    qk_c = qk.index_select(0, layout.gather).view(n, CHUNK, 2, hk, dk).permute(2, 0, 3, 1, 4).contiguous()
+    gates = torch.cat((g, beta), dim=1).index_select(0, layout.gather)
+    if layout.padding is not None:
+        gates.masked_fill_(layout.padding, 0.0)
+    cum, beta_c = gates.view(n, CHUNK, 2 * hv).transpose(1, 2).contiguous().split(hv, dim=1)
+    cum = cum.cumsum(dim=-1)
+    u, w, q_decayed, k_decayed, attention = _within_chunks(
+        qk_c, v.index_select(0, layout.gather).view(n, CHUNK, hv, dv), cum, beta_c, group
+    )
+    last = cum[..., -1:].exp().view(n * hv, 1, 1)
+    # Rows of w and q meet the state in one product.
+    reads = torch.cat((w, q_decayed), dim=2).view(n * hv, 2 * CHUNK, dk)
+    u = u.reshape(n * hv, CHUNK, dv)
+    k_t = k_decayed.view(n * hv, CHUNK, dk).transpose(1, 2)
+    out = torch.empty(n * hv, CHUNK, dv, dtype=torch.float32, device=v.device)
+    flat = state.view(-1, dk, dv)
+    for number, (lo, hi) in enumerate(layout.steps):
+        lo, hi = lo * hv, hi * hv
+        current = flat[: hi - lo]
+        read = torch.bmm(reads[lo:hi], current)
+        values = u[lo:hi].sub_(read[:, :CHUNK])
+        out[lo:hi] = read[:, CHUNK:]
+        current.mul_(last[lo:hi]).baddbmm_(k_t[lo:hi], values)
+        for row, save in layout.saves[number]:
+            save_to[save].copy_(state[row], non_blocking=True)
+    out.baddbmm_(attention.view(n * hv, CHUNK, CHUNK), u)
+    packed = out.view(n, hv, CHUNK, dv).transpose(1, 2).reshape(n * CHUNK, hv, dv)
+    return packed.index_select(0, layout.scatter)
+
+
+def _within_chunks(
+    qk: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, beta: torch.Tensor, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Everything that needs no state: u, w of the UT transform, decayed queries and keys, the inner attention.
+
+    Args:
+        qk: [2, N, Hk, CHUNK, K]; v: [N, CHUNK, Hv, V]; cum, beta: [N, Hv, CHUNK], cum the running sum of g.
+
+    Returns:
+        u [N, Hv, CHUNK, V], w, q_decayed, k_decayed [N, Hv, CHUNK, K], attention [N, Hv, CHUNK, CHUNK].
+    """
+    _, n, hk, _, dk = qk.shape
+    hv, dv = v.shape[2:]
+    q, k = qk
+    decay = (cum.unsqueeze(-1) - cum.unsqueeze(-2)).tril_().exp_().tril_()
+    products = torch.matmul(qk, k.transpose(-1, -2))
+
+    def per_value_head(x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(2).expand(n, hk, group, *x.shape[2:])
+
+    shape = (n, hk, group, CHUNK)
+    decay_g = decay.view(*shape, CHUNK)
+    attention = per_value_head(products[0]) * decay_g
+    system = (per_value_head(products[1]) * decay_g).mul_(beta.reshape(*shape, 1))
+    grow = cum.exp()
+    right = torch.empty(n, hv, CHUNK, dv + dk, dtype=torch.float32, device=v.device)
+    torch.mul(v.transpose(1, 2), beta.unsqueeze(-1), out=right[..., :dv])
+    torch.mul(per_value_head(k), (beta * grow).view(*shape, 1), out=right[..., dv:].view(*shape, dk))
+    solved = torch.linalg.solve_triangular(system.view(n, hv, CHUNK, CHUNK), right, upper=False, unitriangular=True)
+    u, w = solved.split((dv, dk), dim=-1)
+    q_decayed = (per_value_head(q) * grow.view(*shape, 1)).view(n, hv, CHUNK, dk)
+    k_decayed = (per_value_head(k) * (cum[..., -1:] - cum).exp_().view(*shape, 1)).view(n, hv, CHUNK, dk)
+    return u, w, q_decayed, k_decayed, attention.view(n, hv, CHUNK, CHUNK)
+
+
+def recurrent_gated_delta_rule(
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    pool: torch.Tensor,
+    runs: Sequence[tuple[int, int, int]],
+) -> torch.Tensor:
+    """One token for each of n sequences; their states in `pool` advance in place.
+
+    One pass over the old state reads S^T k and S^T q; the new output follows from them without reading the new state:
+    o = exp(g) S^T q + (k . q) delta.
+
+    Args:
+        qk: [n, 2 * Hk, K] fp32 from `normalise_qk`.
+        v: [n, Hv, V].
+        g, beta: [n, Hv] fp32.
+        pool: [slots, Hv, K, V] fp32, states by slot.
+        runs: (row, slot, count): rows row.. live in slots slot.., `count` of them; together all n rows, in order.
+
+    Returns:
+        [n, Hv, V] fp32.
+    """
+    n, hv, dv = v.shape
+    hk, dk = qk.shape[1] // 2, qk.shape[2]
+    group = hv // hk
+    pair = qk.view(n, 2, hk, 1, dk).expand(n, 2, hk, group, dk).reshape(n, 2, hv, dk)
+    pair = pair.transpose(1, 2).contiguous()  # [n, Hv, (q, k), K]
+    decay = g.exp().unsqueeze(-1)
+    read = torch.empty(n * hv, 2, dv, dtype=torch.float32, device=v.device)
+    rows = pair.view(n * hv, 2, dk)
+    for row, slot, count in runs:
+        lo, hi = row * hv, (row + count) * hv
+        torch.bmm(rows[lo:hi], pool[slot : slot + count].view(-1, dk, dv), out=read[lo:hi])
+    seen = read.view(n, hv, 2, dv)
+    delta = torch.addcmul(v.float(), seen[:, :, 1], decay, value=-1).mul_(beta.unsqueeze(-1))
+    agreement = (pair[:, :, 0] * pair[:, :, 1]).sum(dim=-1, keepdim=True)
+    out = (seen[:, :, 0] * decay).addcmul_(delta, agreement)
+    key = pair[:, :, 1].unsqueeze(-1)
+    for row, slot, count in runs:
+        state = pool[slot : slot + count]
+        rows_of = slice(row, row + count)
+        state.mul_(decay[rows_of].unsqueeze(-1)).addcmul_(key[rows_of], delta[rows_of].unsqueeze(-2))
+    return out

@@ -1,0 +1,1 @@
+"""Root-mean-square norms: zero-centred with optional residual add, and gated."""

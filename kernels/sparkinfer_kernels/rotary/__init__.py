@@ -1,0 +1,1 @@
+"""Per-head q/k norm with partial rotary position embedding."""

@@ -1,0 +1,1 @@
+"""Token sampling with counter-based noise, and log-probabilities."""

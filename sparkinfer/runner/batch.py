@@ -1,0 +1,232 @@
+"""Turns a `StepPlan` into the tensors of one pass: everything per row happens here, once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from sparkinfer_kernels.attention.reference import PrefillSpan, decode_groups
+from sparkinfer_kernels.gated_delta_rule.reference import chunk_layout, num_chunks
+from sparkinfer_kernels.sampler.reference import SamplingBatch, noise_keys
+
+from sparkinfer.models.qwen3_5 import Batch, Prefill
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, Row, StepPlan
+
+
+@dataclass(slots=True)
+class _Owner:
+    """Whose blocks a line of the block table shows."""
+
+    request: Request
+    num_preemptions: int
+    count: int
+
+
+class BlockTables:
+    """Block numbers by slot as an array, so that a step appends what is new instead of copying every list.
+
+    While a request keeps its slot its block list only grows; a new owner or a preemption rewrites the line.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int) -> None:
+        self.array = np.zeros((num_slots, -(-max_model_len // KV_BLOCK_TOKENS)), dtype=np.int64)
+        self._owners: list[_Owner | None] = [None] * num_slots
+
+    def update(self, row: Row) -> None:
+        """Bring the line of the row's slot up to the row's blocks. Raises ValueError for too few or too many."""
+        count = len(row.blocks)
+        if count * KV_BLOCK_TOKENS < row.start + row.length:
+            raise ValueError(f"request {row.request.id}: {count} blocks do not hold {row.start + row.length} tokens")
+        if count > self.array.shape[1]:
+            raise ValueError(
+                f"request {row.request.id}: {count} blocks exceed the {self.array.shape[1]} of max_model_len"
+            )
+        owner = self._owners[row.slot]
+        if owner is None or owner.request is not row.request or owner.num_preemptions != row.request.num_preemptions:
+            owner = self._owners[row.slot] = _Owner(row.request, row.request.num_preemptions, 0)
+        known = min(owner.count, count)
+        if known and self.array[row.slot, known - 1] != row.blocks[known - 1]:
+            known = 0
+        if known < count:
+            self.array[row.slot, known:count] = row.blocks[known:]
+        owner.count = count
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """A pass, and what the runner does around it."""
+
+    batch: Batch
+    pending: tuple[torch.Tensor, torch.Tensor] | None
+    """(tokens of the pass, slots): inputs to take from the last-token table."""
+    sampling_rows: list[Row]
+    sampling_slots: torch.Tensor
+    before: list[tuple[int, int]]
+    """(slot, snapshot): checkpoints of the state as it is before the pass."""
+    after: list[tuple[int, int]]
+    """(slot, snapshot): checkpoints of decode rows, taken after the pass."""
+    fresh: list[int]
+    """Slots that start from zero."""
+    restores: list[tuple[int, int]]
+    """(slot, snapshot): slots that start from a snapshot."""
+
+
+class BatchBuilder:
+    """Builds the tensors of a step. One per runner; keeps the block tables."""
+
+    def __init__(self, num_slots: int, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tables = BlockTables(num_slots, max_model_len)
+        self.dtype, self.device = dtype, device
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def build(self, plan: StepPlan) -> StepTensors:
+        """The pass of a plan. Raises ValueError for a row that contradicts its contract."""
+        # Decode rows in slot order make long runs of neighbouring slots, whose states are used in place; prefill
+        # rows with most chunks first let the chunk scan work on a shrinking prefix.
+        decode = sorted((row for row in plan.rows if row.is_decode), key=lambda row: row.slot)
+        prefill = [row for row in plan.rows if not row.is_decode]
+        if len(prefill) > 1:
+            prefill.sort(key=lambda row: -num_chunks(row.start, row.length, [c.position for c in row.checkpoints]))
+        before, after, fresh, restores = [], [], [], []
+        for row in plan.rows:
+            _check(row)
+            self.tables.update(row)
+            if row.restore is not None:
+                restores.append((row.slot, row.restore))
+            elif row.start == 0:
+                fresh.append(row.slot)
+            for checkpoint in row.checkpoints:
+                if checkpoint.position == row.start:
+                    before.append((row.slot, checkpoint.snapshot))
+                elif row.is_decode:
+                    after.append((row.slot, checkpoint.snapshot))
+        tokens, positions, pending = self._tokens(decode, prefill)
+        table = self.tables.array
+        lengths = np.array([row.length for row in prefill], dtype=np.int64)
+        slots = np.array([row.slot for row in decode], dtype=np.int64)
+        prefill_slots = np.array([row.slot for row in prefill], dtype=np.int64)
+        token_slots = np.concatenate((slots, np.repeat(prefill_slots, lengths)))
+        kv_positions = table[token_slots, positions // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
+        sampling_rows = [row for row in plan.rows if row.samples]
+        ends = (len(decode) - 1 + np.cumsum(lengths)).tolist()
+        last = {row.slot: index for index, row in enumerate(decode)}
+        last.update({row.slot: end for row, end in zip(prefill, ends, strict=True)})
+        batch = Batch(
+            tokens=self._tensor(tokens),
+            positions=self._tensor(positions),
+            num_decode=len(decode),
+            kv_positions=self._tensor(kv_positions),
+            decode_groups=[],
+            decode_runs=_runs(slots),
+            prefill=self._prefill(prefill, prefill_slots) if prefill else None,
+            outputs=self._tensor(np.array([last[row.slot] for row in sampling_rows], dtype=np.int64)),
+        )
+        if decode:
+            seen = positions[: len(decode)] + 1
+            tables = [table[slot] for slot in slots]
+            batch.decode_groups = decode_groups(tables, seen, KV_BLOCK_TOKENS, self.dtype, self.device)
+        sampling_slots = np.array([row.slot for row in sampling_rows], dtype=np.int64)
+        return StepTensors(batch, pending, sampling_rows, self._tensor(sampling_slots), before, after, fresh, restores)
+
+    def _tokens(
+        self, decode: list[Row], prefill: list[Row]
+    ) -> tuple[np.ndarray, np.ndarray, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Input tokens and positions, and which inputs are still on the device."""
+        tokens = [0 if row.pending else row.request.token_at(row.start) for row in decode]
+        waiting = [index for index, row in enumerate(decode) if row.pending]
+        pending = None
+        if waiting:
+            slots = np.array([decode[index].slot for index in waiting], dtype=np.int64)
+            pending = (self._tensor(np.array(waiting, dtype=np.int64)), self._tensor(slots))
+        positions = [np.array([row.start for row in decode], dtype=np.int64)]
+        for row in prefill:
+            stop = row.start + row.length
+            share = row.request.tokens(row.start, stop)
+            if len(share) != row.length:
+                raise ValueError(f"request {row.request.id}: positions {row.start} to {stop} are not all known")
+            tokens.extend(share)
+            positions.append(np.arange(row.start, stop, dtype=np.int64))
+        return np.array(tokens, dtype=np.int64), np.concatenate(positions), pending
+
+    def _prefill(self, rows: list[Row], slots: np.ndarray) -> Prefill:
+        """The part of a batch that concerns prompts."""
+        first = 0
+        cuts: list[list[int]] = []
+        spans: list[PrefillSpan] = []
+        saves: list[tuple[int, int, int]] = []
+        for index, row in enumerate(rows):
+            blocks = None
+            if row.start:
+                needed = -(-(row.start + row.length) // KV_BLOCK_TOKENS)
+                blocks = self._tensor(self.tables.array[row.slot, :needed].copy())
+            spans.append(PrefillSpan(first, row.length, row.start, blocks))
+            wanted = sorted((c.position, c.snapshot) for c in row.checkpoints if c.position > row.start)
+            cuts.append([position for position, _ in wanted])
+            saves.extend((index, position - row.start, snapshot) for position, snapshot in wanted)
+            first += row.length
+        lengths = [row.length for row in rows]
+        chunks = chunk_layout([row.start for row in rows], lengths, cuts, self.device)
+        return Prefill(self._tensor(slots), lengths, spans, chunks, saves)
+
+    def sampling(self, rows: Sequence[Row], vocab: int) -> SamplingBatch:
+        """The sampling parameters of rows, in order; fields that no row uses stay None."""
+        banned = self._banned(rows, vocab)
+        params = [row.request.sampling for row in rows]
+        if all(p.temperature == 0 for p in params):
+            return SamplingBatch(banned=banned)
+
+        def column(values: list[float], off: float) -> torch.Tensor | None:
+            return self._tensor(np.array(values, dtype=np.float32)) if any(v != off for v in values) else None
+
+        top_k = [p.top_k if p.temperature else 0 for p in params]
+        by_rank = [k for k, p in zip(top_k, params, strict=True) if k or (p.temperature and p.top_p < 1)]
+        keys = noise_keys([p.seed for p in params], [row.output_index for row in rows])
+        return SamplingBatch(
+            temperature=self._tensor(np.array([p.temperature for p in params], dtype=np.float32)),
+            keys=self._tensor(keys),
+            top_k=self._tensor(np.array(top_k, dtype=np.int64)) if any(top_k) else None,
+            max_top_k=max(by_rank) if by_rank and all(by_rank) else 0,
+            top_p=column([p.top_p if p.temperature else 1.0 for p in params], 1.0),
+            min_p=column([p.min_p if p.temperature else 0.0 for p in params], 0.0),
+            banned=banned,
+        )
+
+    def _banned(self, rows: Sequence[Row], vocab: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Entries of the logits that `min_tokens` forbids: ends of text and stop tokens."""
+        where, ids = [], []
+        for index, row in enumerate(rows):
+            if row.output_index < row.request.sampling.min_tokens:
+                for token in row.request.eos_token_ids | row.request.sampling.stop_token_ids:
+                    if token < vocab:
+                        where.append(index)
+                        ids.append(token)
+        if not ids:
+            return None
+        return self._tensor(np.array(where, dtype=np.int64)), self._tensor(np.array(ids, dtype=np.int64))
+
+
+def _check(row: Row) -> None:
+    """Raise ValueError where a row contradicts its contract."""
+    if row.is_decode and row.length != 1:
+        raise ValueError(f"request {row.request.id}: a decode row computes 1 token, not {row.length}")
+    if row.length < 1:
+        raise ValueError(f"request {row.request.id}: a row computes at least one token")
+    if row.pending and not row.is_decode:
+        raise ValueError(f"request {row.request.id}: only a decode row may wait for its input token")
+    for checkpoint in row.checkpoints:
+        if not row.start <= checkpoint.position <= row.start + row.length:
+            raise ValueError(f"request {row.request.id}: checkpoint at {checkpoint.position} lies outside its row")
+
+
+def _runs(slots: np.ndarray) -> list[tuple[int, int, int]]:
+    """(row, slot, count) of the longest runs of neighbours in ascending slots."""
+    if not len(slots):
+        return []
+    edges = np.flatnonzero(np.diff(slots) != 1) + 1
+    starts = [0, *edges.tolist()]
+    stops = [*edges.tolist(), len(slots)]
+    return [(start, int(slots[start]), stop - start) for start, stop in zip(starts, stops, strict=True)]
