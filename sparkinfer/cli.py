@@ -1,0 +1,120 @@
+"""`sparkinfer`: serve a model, talk to it, measure it, check the host. Sub-commands import what they need, late."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+
+import sparkinfer
+from sparkinfer.errors import ConfigError, SparkinferError
+from sparkinfer.settings import Settings, default_text, env_name, flag_name, resolve
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+def _serve_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over an OpenAI-compatible HTTP API",
+        description="Serve a model folder over an OpenAI-compatible HTTP API (docs/api.md). Every setting is also an "
+        "environment variable (docs/settings.md); the flag wins.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="model folder: config.json, *.safetensors, tokenizer.json")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="arithmetic; auto: the checkpoint's own")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="source of the seeds of requests without one, and of dummy weights"
+    )
+    parser.add_argument(
+        "--draft-model", metavar="FOLDER", help="drafter for speculative decoding (not in this release)"
+    )
+    parser.add_argument(
+        "--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights of the shape"
+    )
+    group = parser.add_argument_group("settings")
+    for field in dataclasses.fields(Settings):
+        text = f"{field.metadata['text']} [{env_name(field.name)}; default {default_text(field)}]"
+        group.add_argument(
+            flag_name(field.name), dest=f"set_{field.name}", metavar="VALUE", help=text.replace("%", "%%")
+        )
+    parser.set_defaults(run=_serve)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    if options.draft_model is not None:
+        raise ConfigError("--draft-model: speculative decoding is not in this release; leave the flag out")
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port {options.port}: ports run from 0 (any free one) to 65535")
+    flags = {field.name: getattr(options, f"set_{field.name}") for field in dataclasses.fields(Settings)}
+    settings = resolve(os.environ, flags)
+    from sparkinfer.server.serve import ServeOptions, run
+
+    return run(
+        ServeOptions(
+            model=options.model,
+            host=options.host,
+            port=options.port,
+            settings=settings,
+            dtype=options.dtype,
+            device=options.device,
+            seed=options.seed,
+            load_format=options.load_format,
+        )
+    )
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from sparkinfer.chat import chat
+
+    return chat(options.target, options.system, options.temperature, options.max_tokens)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from sparkinfer.doctor import doctor
+
+    return doctor(options.model)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sparkinfer", description=sparkinfer.__doc__)
+    parser.add_argument("--version", action="version", version=f"sparkinfer {sparkinfer.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _serve_parser(commands)
+    chat = commands.add_parser("chat", help="chat in the terminal with a running server, or with a model folder")
+    chat.add_argument(
+        "target", metavar="MODEL|URL", help="http://host:port of a server, or a model folder to serve first"
+    )
+    chat.add_argument("--system", help="system message")
+    chat.add_argument("--temperature", type=float, default=0.7)
+    chat.add_argument("--max-tokens", type=int, default=512)
+    chat.set_defaults(run=_chat)
+    doctor = commands.add_parser("doctor", help="check this machine, and a model folder, for serving")
+    doctor.add_argument("model", metavar="MODEL", nargs="?", help="model folder to check too")
+    doctor.set_defaults(run=_doctor)
+    commands.add_parser("bench", help="measure the engine without a server", add_help=False)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line. Exit codes: 0 ok, 2 bad input, 3 the machine cannot do it, 1 anything else."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if arguments[:1] == ["bench"]:
+            from sparkinfer.bench import main as bench
+
+            return int(bench(arguments[1:]) or 0)
+        options = _parser().parse_args(arguments)
+        return int(options.run(options))
+    except SparkinferError as error:
+        print(f"sparkinfer: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

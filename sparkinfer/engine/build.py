@@ -1,0 +1,223 @@
+"""From settings to a running engine: sizes of all pools, the model runner, the core."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from sparkinfer.engine.core import EngineCore
+from sparkinfer.engine.ipc import EngineOptions
+from sparkinfer.engine.process import Engine
+from sparkinfer.errors import ConfigError
+from sparkinfer.models.config import ModelConfig, load_config
+from sparkinfer.runner.memory import MIB, MemoryPlan
+from sparkinfer.runner.model_runner import ModelRunner
+from sparkinfer.scheduling.config import SchedulerConfig
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, SamplingParams
+from sparkinfer.settings import Settings
+
+log = logging.getLogger("sparkinfer.engine")
+
+MIXED_CHUNK_DENSE = 1024
+MIXED_CHUNK_MOE = 4096
+SNAPSHOT_POOL_MB = 4096
+SNAPSHOTS_PER_REQUEST = 16
+"""The automatic pool of a small model stops at this many snapshots for each request that can run."""
+HOST_SHARE = 4
+"""Automatic pools take at most one part in this many of the host's free memory."""
+WARM_UP_TOKENS = 1024
+WARM_UP_REQUESTS = 4
+GPU_SHARE = 0.9
+GPU_WORKSPACE_MB = 4096
+"""Device memory left for activations, beside the tenth that stays free."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Counts that the memory allows. Lengths in tokens."""
+
+    num_kv_blocks: int
+    max_model_len: int
+    num_snapshots: int
+    num_host_blocks: int
+
+
+def pick_device(name: str) -> str:
+    """`auto` is the first GPU, else the CPU."""
+    if name != "auto":
+        return name
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def _kv_budget(settings: Settings, folder: Path, device: str, slots_bytes: int) -> int:
+    """Bytes for KV blocks when no size is given."""
+    if settings.kv_cache_mb is not None:
+        return settings.kv_cache_mb * MIB
+    if torch.device(device).type == "cpu":
+        return psutil.virtual_memory().available // HOST_SHARE
+    free, _ = torch.cuda.mem_get_info(torch.device(device))
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    budget = int(free * GPU_SHARE) - weights - slots_bytes - GPU_WORKSPACE_MB * MIB
+    if budget <= 0:
+        raise ConfigError(
+            f"no device memory is left for the KV cache: {free // MIB} MiB free x {GPU_SHARE} - {weights // MIB} MiB "
+            f"weights - {slots_bytes // MIB} MiB recurrent state - {GPU_WORKSPACE_MB} MiB workspace = "
+            f"{budget // MIB} MiB; lower SPARKINFER_MAX_NUM_SEQS, or set SPARKINFER_KV_CACHE_MB"
+        )
+    return budget
+
+
+def plan_sizes(settings: Settings, config: ModelConfig, memory: MemoryPlan, folder: Path, device: str) -> Sizes:
+    """Decide all counts. Raises ConfigError, with the arithmetic, for settings that cannot hold together."""
+    budget_blocks = memory.kv_blocks_in(_kv_budget(settings, folder, device, memory.num_slots * memory.slot_bytes))
+    asked = settings.max_model_len
+    if asked is not None and asked > config.max_positions:
+        raise ConfigError(
+            f"SPARKINFER_MAX_MODEL_LEN={asked} is beyond the model's max_position_embeddings, {config.max_positions}"
+        )
+    length = asked or min(config.max_positions, budget_blocks * KV_BLOCK_TOKENS)
+    per_request = -(-length // KV_BLOCK_TOKENS)
+    if per_request > budget_blocks:
+        raise ConfigError(
+            f"SPARKINFER_MAX_MODEL_LEN={length} needs ceil({length}/{KV_BLOCK_TOKENS}) = {per_request} KV blocks of "
+            f"{memory.kv_block_bytes} bytes = {per_request * memory.kv_block_bytes / MIB:.1f} MiB, but the KV cache has "
+            f"{budget_blocks} blocks: raise SPARKINFER_KV_CACHE_MB or lower SPARKINFER_MAX_MODEL_LEN to at most "
+            f"{budget_blocks * KV_BLOCK_TOKENS}"
+        )
+    blocks = budget_blocks
+    if settings.kv_cache_mb is None:
+        # All requests at full length is as much as can ever be used, the prefix cache aside: it gets as much again.
+        blocks = min(budget_blocks, per_request * settings.max_num_seqs * (2 if settings.prefix_cache else 1))
+    return Sizes(blocks, length, _snapshots(settings, memory), _host_blocks(settings, memory))
+
+
+def _snapshots(settings: Settings, memory: MemoryPlan) -> int:
+    if not settings.prefix_cache:
+        return 0
+    pool_mb = settings.snapshot_pool_mb
+    if pool_mb is None:
+        pool_mb = min(SNAPSHOT_POOL_MB, psutil.virtual_memory().available // MIB // HOST_SHARE)
+    count = memory.snapshots_in(pool_mb * MIB)
+    if settings.snapshot_pool_mb is None:
+        count = min(count, SNAPSHOTS_PER_REQUEST * settings.max_num_seqs)
+    if count < 1:
+        raise ConfigError(
+            f"SPARKINFER_SNAPSHOT_POOL_MB={pool_mb} is smaller than one recurrent-state snapshot of this model, "
+            f"{memory.snapshot_bytes} bytes = {memory.snapshot_bytes / MIB:.1f} MiB: raise it, or turn the prefix cache "
+            "off with SPARKINFER_PREFIX_CACHE=0"
+        )
+    return count
+
+
+def _host_blocks(settings: Settings, memory: MemoryPlan) -> int:
+    size_mb = settings.prefix_cache_host_kv_mb
+    if not size_mb:
+        return 0
+    count = size_mb * MIB // memory.kv_block_bytes
+    if count < 1:
+        raise ConfigError(
+            f"SPARKINFER_PREFIX_CACHE_HOST_KV_MB={size_mb} is smaller than one KV block, {memory.kv_block_bytes} bytes"
+        )
+    return count
+
+
+def scheduler_config(settings: Settings, config: ModelConfig, memory: MemoryPlan, sizes: Sizes) -> SchedulerConfig:
+    """The scheduler's settings for this model."""
+    is_moe = config.num_experts > 0
+    mixed = settings.mixed_chunk
+    if mixed is None:
+        mixed = MIXED_CHUNK_MOE if is_moe else MIXED_CHUNK_DENSE
+    return SchedulerConfig(
+        max_num_seqs=settings.max_num_seqs,
+        num_kv_blocks=sizes.num_kv_blocks,
+        max_model_len=sizes.max_model_len,
+        prefill_chunk=settings.prefill_chunk,
+        mixed_chunk=mixed,
+        mixed_max_prompts=settings.mixed_max_prompts,
+        own_pass_tokens=settings.own_pass_tokens,
+        pack_prefill=settings.pack_prefill,
+        pack_moe=settings.pack_moe,
+        is_moe=is_moe,
+        aging_steps=settings.aging_steps,
+        num_snapshots=sizes.num_snapshots,
+        num_host_blocks=sizes.num_host_blocks,
+        kv_block_bytes=memory.kv_block_bytes,
+        snapshot_bytes=memory.snapshot_bytes,
+        checkpoint_interval=settings.checkpoint_interval,
+        decode_checkpoint_interval=settings.decode_checkpoint_interval,
+    )
+
+
+def warm_up(runner: ModelRunner, schedule: SchedulerConfig, vocab_size: int) -> None:
+    """Run every kind of step once, so that no request pays for the libraries' first-use work.
+
+    A core of its own does it: neither the caches nor the counters of the one that serves see these requests.
+    """
+    core = EngineCore(runner, schedule)
+    length = min(WARM_UP_TOKENS, schedule.max_model_len - 2)
+    count = min(WARM_UP_REQUESTS, schedule.max_num_seqs)
+    for number in range(count):
+        sampling = SamplingParams(
+            max_tokens=2, temperature=float(number % 2), top_k=20, top_p=0.9, logprobs=1 if number < 2 else None
+        )
+        prompt = [(number + index) % vocab_size for index in range(max(1, length >> (2 * number)))]
+        core.add(Request(f"warm-up-{number}", prompt, sampling, use_cache=False))
+    while core.has_work:
+        core.step()
+
+
+def build_engine(options: EngineOptions) -> Engine:
+    """Load the model and size everything. Raises SparkinferError."""
+    settings, folder = options.settings, Path(options.model)
+    device = pick_device(options.device)
+    threads = settings.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    config = load_config(folder)
+    memory = MemoryPlan.for_model(config, dtype=options.dtype, num_slots=settings.max_num_seqs)
+    sizes = plan_sizes(settings, config, memory, folder, device)
+    schedule = scheduler_config(settings, config, memory, sizes)
+    schedule.validate()
+    runner = ModelRunner(
+        folder,
+        device=device,
+        dtype=options.dtype,
+        max_num_seqs=settings.max_num_seqs,
+        num_kv_blocks=sizes.num_kv_blocks,
+        max_model_len=sizes.max_model_len,
+        num_snapshots=sizes.num_snapshots,
+        num_host_blocks=sizes.num_host_blocks,
+        load_format=options.load_format,
+        seed=options.seed,
+    )
+    warm_up(runner, schedule, config.vocab_size)
+    info: dict[str, Any] = {
+        "architecture": config.architecture,
+        "device": str(runner.device),
+        "dtype": runner.dtype_name,
+        "threads": threads,
+        "torch": str(torch.__version__),
+        "mixed_chunk": schedule.mixed_chunk,
+        "limits": {
+            "max_model_len": sizes.max_model_len,
+            "max_num_seqs": settings.max_num_seqs,
+            "vocab_size": config.vocab_size,
+            "kv_tokens": sizes.num_kv_blocks * KV_BLOCK_TOKENS,
+            "snapshots": sizes.num_snapshots,
+        },
+        "memory": {
+            "kv_block_bytes": memory.kv_block_bytes,
+            "kv_bytes": sizes.num_kv_blocks * memory.kv_block_bytes,
+            "slot_bytes": memory.slot_bytes,
+            "slots_bytes": memory.num_slots * memory.slot_bytes,
+            "snapshot_pool_bytes": sizes.num_snapshots * memory.snapshot_bytes,
+            "host_kv_bytes": sizes.num_host_blocks * memory.kv_block_bytes,
+            "plan": runner.memory.describe(),
+        },
+    }
+    return Engine(EngineCore(runner, schedule), frozenset(config.eos_token_ids), info)

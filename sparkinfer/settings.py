@@ -1,0 +1,293 @@
+"""Every setting of the engine and the server, in one table.
+
+A setting is given as a flag of `sparkinfer serve` (`--max-queue 64`) or as an environment variable
+(`SPARKINFER_MAX_QUEUE=64`); the flag wins. `--help`, `/v1/info` and docs/settings.md are made from this table:
+`python -m sparkinfer.settings` prints the page. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparkinfer.errors import ConfigError
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS
+
+PREFIX = "SPARKINFER_"
+
+ENVIRONMENT_ONLY = {
+    "SPARKINFER_IMAGE_DIGEST": "digest of the container image that runs, set by its launcher; shown as `engine_digest`",
+}
+"""Variables with our prefix that are no settings: they say what runs, not how."""
+
+
+def _setting(
+    default: Any, text: str, *, where: str, low: float | None = None, auto: str = "", choices: str = ""
+) -> Any:
+    """A field of `Settings`: its default, what it does and why the default, and where it takes effect."""
+    metadata = {"text": text, "where": where, "low": low, "auto": auto, "choices": tuple(choices.split())}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Resolved settings. `None` means that the engine chooses (the page says how)."""
+
+    mixed_chunk: int | None = _setting(
+        None,
+        "Prompt tokens that one forward pass carries beside the decoding requests. 0 turns mixing off: a prompt then "
+        "has prefill passes of its own. Larger gives earlier first tokens and longer steps.",
+        where="scheduler",
+        low=0,
+        auto="1024; 4096 on a MoE model, whose experts want more rows to be worth reading",
+    )
+    mixed_max_prompts: int = _setting(8, "Prompts that one mixed step carries, oldest first.", where="scheduler", low=1)
+    own_pass_tokens: int = _setting(
+        2048,
+        "A prompt with more tokens left than this is not mixed: it has prefill passes of its own, which are faster "
+        "for it.",
+        where="scheduler",
+        low=1,
+    )
+    prefill_chunk: int = _setting(
+        8192,
+        "Prompt tokens of a prefill pass that carries no decoding requests.",
+        where="scheduler, memory plan",
+        low=KV_BLOCK_TOKENS,
+    )
+    pack_prefill: bool = _setting(
+        True, "Several prompts share one prefill pass. Off: one prompt per pass.", where="scheduler"
+    )
+    pack_moe: bool = _setting(
+        True,
+        "Several prompts share one prefill pass on a MoE model too. Off: one prompt per pass.",
+        where="scheduler",
+    )
+    max_num_seqs: int = _setting(
+        32,
+        "Requests that run at once. Each holds a recurrent-state slot, allocated at start, so the default is the "
+        "largest load the evaluation drives.",
+        where="scheduler, memory plan",
+        low=1,
+    )
+    max_model_len: int | None = _setting(
+        None,
+        "Longest sequence, prompt and answer together, in tokens.",
+        where="scheduler, memory plan",
+        low=KV_BLOCK_TOKENS,
+        auto="the model's `max_position_embeddings`, or what the KV cache holds where that is less",
+    )
+    kv_cache_mb: int | None = _setting(
+        None,
+        "Size of the KV cache in MiB.",
+        where="memory plan",
+        low=1,
+        auto="CPU: up to a quarter of the free memory; GPU: nine tenths of the free memory, less weights and workspace; "
+        "in both, no more than `MAX_NUM_SEQS` requests of `MAX_MODEL_LEN` and as much again for the prefix cache",
+    )
+    prefix_cache: bool = _setting(
+        True,
+        "Keep KV blocks and recurrent-state checkpoints of past prompts for reuse.",
+        where="scheduler",
+    )
+    snapshot_pool_mb: int | None = _setting(
+        None,
+        "Host memory for recurrent-state checkpoints of the prefix cache, in MiB, allocated once at start.",
+        where="memory plan, prefix cache",
+        low=1,
+        auto="4096, but at most a quarter of the host's free memory and 16 snapshots for each of `MAX_NUM_SEQS`",
+    )
+    prefix_cache_host_kv_mb: int = _setting(
+        0,
+        "Host memory for KV blocks that leave the device, in MiB. 0: evicted blocks are dropped.",
+        where="memory plan, prefix cache",
+        low=0,
+    )
+    checkpoint_interval: int = _setting(
+        4096,
+        "Distance in tokens of the extra checkpoints inside a long prompt; 0: none. Each costs one snapshot.",
+        where="prefix cache",
+        low=0,
+    )
+    decode_checkpoint_interval: int = _setting(
+        256,
+        "Distance in tokens of the checkpoints taken while generating, for the next turn of a chat; 0: none.",
+        where="prefix cache",
+        low=0,
+    )
+    aging_steps: int = _setting(
+        1000,
+        "Steps of waiting that are worth one level of `priority`. 0: strict priority, which can starve low ones.",
+        where="scheduler",
+        low=0,
+    )
+    threads: int | None = _setting(
+        None,
+        "Threads of torch's CPU kernels in the engine process.",
+        where="engine process",
+        low=1,
+        auto="the CPUs this process may use",
+    )
+    max_queue: int = _setting(
+        1024,
+        "Requests that may wait beyond the ones that can run (`MAX_NUM_SEQS`); the next one is answered with 429.",
+        where="server",
+        low=0,
+    )
+    request_timeout_s: float = _setting(
+        600.0,
+        "Seconds from a request's arrival to its last token; past it the request is cancelled and answered with 504 "
+        "(an error event, when its stream has begun). 0: no limit.",
+        where="server",
+        low=0,
+    )
+    shutdown_grace_s: float = _setting(
+        30.0,
+        "Seconds that running requests get to finish after SIGTERM or SIGINT; a second signal ends them at once.",
+        where="server",
+        low=0,
+    )
+    served_model_name: str | None = _setting(
+        None,
+        "Name of the model in the API. Requests may also use the MODEL argument as it was typed.",
+        where="server",
+        auto="the model folder's name",
+    )
+    log_level: str = _setting(
+        "info",
+        "How much the server and the engine write to standard error.",
+        where="server, engine process",
+        choices="debug info warning error",
+    )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Environment variable name to value, in table order."""
+        return {env_name(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def env_name(field_name: str) -> str:
+    """`max_queue` -> `SPARKINFER_MAX_QUEUE`."""
+    return PREFIX + field_name.upper()
+
+
+def flag_name(field_name: str) -> str:
+    """`max_queue` -> `--max-queue`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def _base_type(field: dataclasses.Field[Any]) -> str:
+    """`int`, `float`, `bool` or `str` (annotations are text here)."""
+    return str(field.type).split(" |")[0]
+
+
+def parse(field: dataclasses.Field[Any], text: str, source: str) -> Any:
+    """The value of a setting written as text. Raises ConfigError naming `source` (a flag or a variable)."""
+    text, kind, meta = text.strip(), _base_type(field), field.metadata
+    if field.default is None and text.lower() in ("", "auto"):
+        return None
+    if kind == "bool":
+        words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+        if text.lower() not in words:
+            raise ConfigError(f"{source}: {text!r} is neither on nor off; use 1 or 0")
+        return words[text.lower()]
+    if kind == "str":
+        if meta["choices"] and text not in meta["choices"]:
+            raise ConfigError(f"{source}: {text!r} is not one of {', '.join(meta['choices'])}")
+        return text
+    try:
+        value = int(text) if kind == "int" else float(text)
+    except ValueError:
+        raise ConfigError(f"{source}: {text!r} is not a {'whole number' if kind == 'int' else 'number'}") from None
+    if value != value or value in (float("inf"), float("-inf")):
+        raise ConfigError(f"{source}: {text!r} is not a finite number")
+    if meta["low"] is not None and value < meta["low"]:
+        raise ConfigError(f"{source}: {value} is below the least value, {meta['low']}")
+    return value
+
+
+def unknown_variables(environ: Iterable[str]) -> list[str]:
+    """One message for each SPARKINFER_* variable that is no setting, with the closest known name."""
+    known = [env_name(f.name) for f in dataclasses.fields(Settings)] + list(ENVIRONMENT_ONLY)
+    messages = []
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else "`sparkinfer serve --help` lists the settings"
+            messages.append(f"unknown setting {name} in the environment: {hint}")
+    return messages
+
+
+def check(settings: Settings) -> None:
+    """Raise ConfigError for values that contradict each other; needs no model."""
+    chunk = settings.mixed_chunk
+    if chunk is not None and 0 < chunk < KV_BLOCK_TOKENS:
+        raise ConfigError(
+            f"SPARKINFER_MIXED_CHUNK={chunk} is below one KV block of {KV_BLOCK_TOKENS} tokens: "
+            f"use 0 (off) or at least {KV_BLOCK_TOKENS}"
+        )
+    if settings.prefix_cache_host_kv_mb and not settings.prefix_cache:
+        raise ConfigError(
+            f"SPARKINFER_PREFIX_CACHE_HOST_KV_MB={settings.prefix_cache_host_kv_mb} needs the prefix cache, "
+            "which SPARKINFER_PREFIX_CACHE=0 turns off: set one of the two back"
+        )
+
+
+def resolve(environ: Mapping[str, str], flags: Mapping[str, str | None] | None = None) -> Settings:
+    """Settings from flags (field name to text; None: not given), else the environment, else the defaults.
+
+    Raises ConfigError for an unknown SPARKINFER_* variable, a value that does not parse, or a contradiction.
+    """
+    flags = flags or {}
+    unknown = unknown_variables(environ)
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    values = {}
+    for field in dataclasses.fields(Settings):
+        given = flags.get(field.name)
+        if given is not None:
+            values[field.name] = parse(field, given, flag_name(field.name))
+        elif (text := environ.get(env_name(field.name))) is not None:
+            values[field.name] = parse(field, text, env_name(field.name))
+    settings = Settings(**values)
+    check(settings)
+    return settings
+
+
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """The default as documentation shows it."""
+    if field.default is None:
+        return f"auto ({field.metadata['auto']})"
+    if isinstance(field.default, bool):
+        return "1" if field.default else "0"
+    return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+
+
+def page() -> str:
+    """docs/settings.md."""
+    lines = [
+        "# Settings",
+        "",
+        "Generated by `python -m sparkinfer.settings > docs/settings.md`; a test keeps it current.",
+        "",
+        "Each setting is an environment variable and a flag of `sparkinfer serve`; the flag wins. A variable that",
+        f"starts with `{PREFIX}` and is not listed here stops the start, with the closest known name. `/v1/info` shows",
+        "the values in force.",
+        "",
+        "| variable and flag | default | takes effect in | what it does |",
+        "|---|---|---|---|",
+    ]
+    for field in dataclasses.fields(Settings):
+        meta = field.metadata
+        choices = f" One of {', '.join(meta['choices'])}." if meta["choices"] else ""
+        names = f"`{env_name(field.name)}`<br>`{flag_name(field.name)}`"
+        lines.append(f"| {names} | {default_text(field)} | {meta['where']} | {meta['text']}{choices} |")
+    lines += ["", "Variables that are not settings:", ""]
+    lines += [f"- `{name}`: {text}." for name, text in ENVIRONMENT_ONLY.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
