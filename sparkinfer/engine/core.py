@@ -97,7 +97,7 @@ class EngineCore:
 
     def reset_cache(self) -> tuple[int, int]:
         """Drop prefix-cache contents that no running request holds; returns dropped (blocks, snapshots)."""
-        return 0, 0
+        return self.scheduler.reset_cache()
 
     def stats(self) -> EngineStats:
         """Gauges and counters for /metrics."""

@@ -66,6 +66,8 @@ class SchedulerConfig:
     """Bytes of one snapshot, all layers."""
     checkpoint_interval: int = 4096
     """Extra checkpoints inside a long prompt, at multiples of this; 0: none."""
+    branch_min_tokens: int = 64
+    """Least distance of a checkpoint inside a prompt to its neighbours."""
     decode_checkpoint_interval: int = 256
     """Checkpoints while generating, for the next turn of a chat, at multiples of this; 0: none."""
     attention_cost_tokens: int = 32768
@@ -129,7 +131,7 @@ class SchedulerConfig:
         )  # fmt: skip
         not_negative = (
             "mixed_chunk", "spec_load_limit", "aging_steps", "num_snapshots", "num_host_blocks", "checkpoint_interval",
-            "decode_checkpoint_interval",
+            "branch_min_tokens", "decode_checkpoint_interval",
         )  # fmt: skip
         for names, low in ((at_least_one, 1), (not_negative, 0)):
             for name in names:

@@ -14,9 +14,10 @@ from sparkinfer.scheduling.config import SchedulerConfig
 
 @dataclass(frozen=True, slots=True)
 class LoadView:
-    """What the choice depends on. `head_left`: tokens left of the oldest prompt, 0 when no prompt waits."""
+    """What the choice depends on. `head_left`: tokens left of the oldest prompt, 0 when no prompt waits;
+    `num_requests`: running and waiting; `prefill_streak`: passes without decoding requests just before."""
 
-    num_decoding: int
+    decoding: bool
     num_requests: int
     head_left: int
     prefill_streak: int
@@ -68,7 +69,7 @@ def choose_pass(load: LoadView, config: SchedulerConfig) -> PassShape:
     """
     if load.head_left == 0:
         return PassShape(decode=True)
-    if load.num_decoding == 0:
+    if not load.decoding:
         return prefill_shape(load, config)
     mixing = mixing_applies(load, config)
     if mixing and not is_long(load.head_left, config):

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sparkinfer.scheduling.types import Request
+
+if TYPE_CHECKING:
+    from sparkinfer.scheduling.prefix_cache import Match
+    from sparkinfer.scheduling.prefix_index import PrefixNode
+
+NEVER = 1 << 62
+"""A position no sequence reaches."""
 
 
 class Phase(enum.IntEnum):
@@ -26,6 +34,8 @@ class Sequence:
     prompt_len: int
     end_computed: int
     """Tokens computed when the last allowed output has been sampled: nothing is scheduled beyond."""
+    look_at: int
+    """While generating: the next start position at which a block, a checkpoint or the end is due."""
     stop_ids: frozenset[int]
     min_tokens: int
     phase: Phase = Phase.WAITING
@@ -34,6 +44,22 @@ class Sequence:
     preempting: bool = False
     """Chosen as a victim; gives its resources back when its last row in flight commits."""
     admitted_before: bool = False
+
+    hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the full blocks of the tokens known so far, as far as they were needed."""
+    nodes: list[PrefixNode] = field(default_factory=list)
+    """Cache entries of the leading blocks; each holds one reference for this sequence."""
+    match: Match | None = None
+    match_version: int = -1
+    """The last lookup in the prefix cache and the index version it belongs to."""
+    restore_node: PrefixNode | None = None
+    """Where the next row's state comes from; consumed by that row."""
+    checkpoints: list[int] = field(default_factory=list)
+    """Positions of the prompt whose state is to be saved, ascending."""
+    next_checkpoint: int = NEVER
+    """The same for the next position while generating."""
+    last_decode_node: PrefixNode | None = None
+    """The latest checkpoint saved while generating: a newer one replaces it."""
 
     @property
     def tokens_left(self) -> int:
@@ -52,6 +78,7 @@ def make_sequence(request: Request, key: tuple[int, int], max_model_len: int) ->
         key=key,
         prompt_len=prompt_len,
         end_computed=prompt_len + max_outputs - 1,
+        look_at=0,
         stop_ids=request.end_token_ids,
         min_tokens=sampling.min_tokens,
     )

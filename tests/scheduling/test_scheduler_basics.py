@@ -107,10 +107,10 @@ def test_abort() -> None:
     plan = scheduler.schedule()
     assert plan is not None
     assert [r.id for r in scheduler.abort(["a", "b", "unknown"])] == ["a", "b"]
-    assert scheduler.slots.num_used == 1, "the step in flight still uses the slot"
+    assert scheduler.resources.slots.num_used == 1, "the step in flight still uses the slot"
     assert scheduler.commit(plan, StepResult(plan.step_id, [1], [None])) == []
-    assert scheduler.slots.num_used == 0
-    assert scheduler.blocks.num_used == 0
+    assert scheduler.resources.slots.num_used == 0
+    assert scheduler.resources.blocks.num_used == 0
     assert not scheduler.has_work
 
 

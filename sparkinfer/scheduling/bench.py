@@ -1,0 +1,138 @@
+"""What scheduling costs per step: `python -m sparkinfer.scheduling.bench`.
+
+A closed loop of chat requests (1024-token prompts, 256 output tokens by default) through the real scheduler with
+prefix cache and checkpoints on; the "model" answers at once, so only `schedule` and `commit` are timed. Times are
+wall-clock microseconds per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import time
+from dataclasses import dataclass
+
+from sparkinfer.scheduling.config import SchedulerConfig
+from sparkinfer.scheduling.scheduler import Scheduler
+from sparkinfer.scheduling.types import Request, SamplingParams, StepPlan, StepResult
+
+VOCAB = 248_320
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Cost per step in microseconds at a number of running requests."""
+
+    requests: int
+    steps: int
+    mean_us: float
+    p50_us: float
+    p99_us: float
+    decode_only_mean_us: float
+    mean_rows: float
+
+
+def bench_config(requests: int, prompt: int, output: int) -> SchedulerConfig:
+    """Enough memory for all requests, a snapshot pool as on a GPU, and a mixed budget that keeps them running."""
+    per_request = -(-(prompt + output) // 16)
+    per_step = -(-requests * prompt // output)
+    return SchedulerConfig(
+        max_num_seqs=requests,
+        num_kv_blocks=requests * per_request * 5 // 4,
+        max_model_len=prompt + output,
+        mixed_chunk=max(1024, -(-per_step // 64) * 64),
+        num_snapshots=64,
+        snapshot_bytes=154_000_000,
+        kv_block_bytes=1_048_576,
+    )
+
+
+class ClosedLoop:
+    """`requests` users, each sending its next prompt when its last answer ends."""
+
+    def __init__(self, requests: int, prompt: int, output: int, seed: int = 0) -> None:
+        self.scheduler = Scheduler(bench_config(requests, prompt, output))
+        self._rng = random.Random(seed)
+        self._prompt, self._output, self._serial = prompt, output, 0
+        for _ in range(requests):
+            # The first wave ends at different times, so that later arrivals spread over the steps.
+            self._add(self._rng.randrange(1, output + 1))
+
+    def _add(self, output: int) -> None:
+        self._serial += 1
+        tokens = [self._rng.randrange(VOCAB) for _ in range(self._prompt)]
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        self.scheduler.add(Request(f"r{self._serial}", tokens, params, frozenset({1, 2})))
+
+    def step(self) -> tuple[float, StepPlan]:
+        """One step; returns the seconds spent in schedule and commit, and the plan."""
+        start = time.perf_counter()
+        plan = self.scheduler.schedule()
+        middle = time.perf_counter()
+        assert plan is not None
+        sampled = sum(row.samples for row in plan.rows)
+        result = StepResult(plan.step_id, [7] * sampled, [None] * sampled)
+        resumed = time.perf_counter()
+        updates = self.scheduler.commit(plan, result)
+        end = time.perf_counter()
+        for update in updates:
+            if update.finish_reason is not None:
+                self._add(self._output)
+        return (middle - start) + (end - resumed), plan
+
+
+def measure(requests: int, steps: int, prompt: int = 1024, output: int = 256) -> StepCost:
+    """Cost per step in a steady state of `requests` running requests."""
+    loop = ClosedLoop(requests, prompt, output)
+    for _ in range(2 * output):
+        loop.step()
+    times: list[float] = []
+    decode_only: list[float] = []
+    rows = 0
+    gc.collect()
+    gc.freeze()
+    for _ in range(steps):
+        seconds, plan = loop.step()
+        times.append(seconds * 1e6)
+        rows += len(plan.rows)
+        if plan.num_decode == len(plan.rows):
+            decode_only.append(seconds * 1e6)
+    gc.unfreeze()
+    ordered = sorted(times)
+    return StepCost(
+        requests=requests,
+        steps=steps,
+        mean_us=sum(times) / steps,
+        p50_us=ordered[steps // 2],
+        p99_us=ordered[steps * 99 // 100],
+        decode_only_mean_us=sum(decode_only) / len(decode_only) if decode_only else float("nan"),
+        mean_rows=rows / steps,
+    )
+
+
+def main() -> None:
+    """Print a table, or JSON lines with --json."""
+    parser = argparse.ArgumentParser(description="Scheduling cost per step, in microseconds of wall-clock time.")
+    parser.add_argument("--requests", type=int, nargs="+", default=[32, 1000])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if not args.json:
+        print(f"{'requests':>8} {'rows':>7} {'mean':>8} {'p50':>8} {'p99':>8} {'decode only':>12}  (us per step)")
+    for requests in args.requests:
+        cost = measure(requests, args.steps, args.prompt, args.output)
+        if args.json:
+            print(json.dumps({name: getattr(cost, name) for name in cost.__slots__}))
+        else:
+            print(
+                f"{cost.requests:>8} {cost.mean_rows:>7.1f} {cost.mean_us:>8.1f} {cost.p50_us:>8.1f} "
+                f"{cost.p99_us:>8.1f} {cost.decode_only_mean_us:>12.1f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

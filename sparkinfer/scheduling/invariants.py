@@ -1,0 +1,166 @@
+"""Conservation laws of the scheduler, checked in tests and when the engine is idle.
+
+Every block, slot, snapshot and host block is free or held by what claims it, once per claim; every cache entry lies at
+the position that its key says; what requests believe about steps in flight is what the plans say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.scheduling.prefix_index import PrefixNode, extend_hashes
+from sparkinfer.scheduling.sequence import Phase, Sequence
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, MoveKind, RequestState
+
+if TYPE_CHECKING:
+    from sparkinfer.scheduling.scheduler import Scheduler
+
+
+class IntegrityError(SparkinferError):
+    """The scheduler's books do not balance: a fault of this program, never of its input."""
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise IntegrityError(f"scheduler integrity: {what}")
+
+
+def check_integrity(scheduler: Scheduler) -> None:
+    """Check all invariants; takes time in proportion to everything held. Raises IntegrityError on the first broken."""
+    sequences = scheduler.holders()
+    _check_blocks(scheduler, sequences)
+    _check_slots(scheduler, sequences)
+    _check_snapshots(scheduler)
+    _check_tree(scheduler, sequences)
+    _check_requests(scheduler, sequences)
+    if not scheduler.has_work:
+        resources = scheduler.resources
+        cached = sum(node.block >= 0 for node in scheduler.cache.index)
+        _require(resources.slots.num_used == 0, "slots are taken while idle")
+        _require(resources.blocks.num_used == cached, "blocks are held by nobody while idle")
+        _require(not resources.retired, "blocks wait for a step while none is in flight")
+
+
+def _check_blocks(scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    resources, cache = scheduler.resources, scheduler.cache
+    holders: Counter[int] = Counter()
+    host_holders: Counter[int] = Counter(cache.retired_host)
+    holders.update(cache.retired_blocks)
+    for sequence in sequences:
+        _require(len(set(sequence.request.blocks)) == len(sequence.request.blocks), "a request holds a block twice")
+        holders.update(sequence.request.blocks)
+    for node in cache.index:
+        if node.block >= 0:
+            holders[node.block] += 1
+        if node.host_block >= 0:
+            host_holders[node.host_block] += 1
+    for _, blocks, host_blocks in resources.retired:
+        holders.update(blocks)
+        host_holders.update(host_blocks)
+    pool = resources.blocks
+    for block in range(pool.total):
+        _require(pool.refs[block] == holders[block], f"block {block}: {pool.refs[block]} references, {holders[block]}")
+    free = pool.free_ids()
+    _require(len(set(free)) == len(free), "a block is free twice")
+    _require(set(free) == {b for b in range(pool.total) if not pool.refs[b]}, "free list and references differ")
+    _require(all(count == 1 for count in host_holders.values()), "a host block has two owners")
+    used = {b for b in range(cache.host.total) if cache.host.is_used(b)}
+    _require(used == set(host_holders), "host blocks taken and host blocks owned differ")
+
+
+def _check_slots(scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    slots = scheduler.resources.slots
+    owned = [s.request.slot for s in sequences if s.request.slot >= 0]
+    _require(len(set(owned)) == len(owned), "two requests share a slot")
+    _require(set(owned) == {s for s in range(slots.total) if slots.is_used(s)}, "slots taken and slots owned differ")
+
+
+def _check_snapshots(scheduler: Scheduler) -> None:
+    cache = scheduler.cache
+    owned: list[int] = []
+    for node in cache.index:
+        if node.snapshot >= 0:
+            owned.append(node.snapshot)
+            _require(cache.snapshots.position[node.snapshot] == node.position, "snapshot position is not key position")
+    pins: Counter[int] = Counter()
+    for flight in scheduler.flights():
+        pins.update(id(node) for node in flight.restores)
+        for row in flight.plan.rows:
+            for checkpoint in row.checkpoints:
+                owned.append(checkpoint.snapshot)
+                _require(
+                    cache.snapshots.position[checkpoint.snapshot] == checkpoint.position,
+                    "a checkpoint in flight and its snapshot disagree on the position",
+                )
+                _require(checkpoint.position % KV_BLOCK_TOKENS == 0, "a checkpoint off the block boundaries")
+                inside = row.start < checkpoint.position <= row.start + row.length
+                _require(inside, "a checkpoint outside its row")
+    _require(len(set(owned)) == len(owned), "a snapshot has two owners")
+    used = {s for s in range(cache.snapshots.total) if cache.snapshots.is_used(s)}
+    _require(used == set(owned), "snapshots taken and snapshots owned differ")
+    for node in cache.index:
+        _require(node.pins == pins[id(node)], f"node at {node.position}: {node.pins} pins, {pins[id(node)]} restores")
+
+
+def _check_tree(scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    index = scheduler.cache.index
+    refs: Counter[int] = Counter()
+    for sequence in sequences:
+        refs.update(id(node) for node in sequence.nodes)
+        _check_chain(sequence)
+    evictable = 0
+    for node in index:
+        _require(node.refs == refs[id(node)], f"node at {node.position}: {node.refs} references, {refs[id(node)]} held")
+        _require(node.block >= 0 or node.host_block >= 0, "a node has no KV")
+        _require(node.refs == 0 or node.block >= 0, "a referenced node is not on the device")
+        _require(node.refs > 0 or bool(node.children) or node.snapshot >= 0, "a node leads nowhere")
+        _require(node.device_children == sum(c.block >= 0 for c in node.children), "device children miscounted")
+        _require(node.device_children == 0 or node.block >= 0, "a child is on the device, its parent is not")
+        parent = node.parent
+        if parent is not None:
+            _require(index.holds(parent) and node in parent.children, "parent and child disagree")
+            _require(parent.refs >= node.refs, "a child has more references than its parent")
+        evictable += node.refs == 0 and node.block >= 0
+    _require(evictable == scheduler.cache.num_evictable, "evictable blocks miscounted")
+
+
+def _check_chain(sequence: Sequence) -> None:
+    request = sequence.request
+    hashes: list[bytes] = []
+    extend_hashes(hashes, request, len(sequence.nodes))
+    before: PrefixNode | None = None
+    for depth, node in enumerate(sequence.nodes):
+        _require(node.parent is before and node.depth == depth + 1, "a request's nodes are no chain")
+        _require(node.hash == hashes[depth], "a request holds a node of other tokens")
+        _require(node.block == request.blocks[depth], "a request reads another block than its node's")
+        before = node
+
+
+def _check_requests(scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    rows: Counter[int] = Counter()
+    outputs: Counter[int] = Counter()
+    for flight in scheduler.flights():
+        for row, sequence in zip(flight.plan.rows, flight.sequences, strict=True):
+            _require(row.request is sequence.request, "a row and its sequence differ")
+            rows[id(sequence)] += 1
+            outputs[id(sequence)] += row.samples
+        for move in flight.plan.moves:
+            if move.kind is MoveKind.TO_DEVICE:
+                _require(scheduler.cache.host.is_used(move.host_block), "a step reads a host block that is free")
+    for sequence in sequences:
+        request = sequence.request
+        _require(sequence.in_flight == rows[id(sequence)], "rows in flight miscounted")
+        if sequence.phase is Phase.DONE:
+            continue
+        _require(request.num_in_flight_outputs == outputs[id(sequence)], "outputs in flight miscounted")
+        if sequence.phase is Phase.WAITING:
+            idle = not request.blocks and request.slot < 0 and not sequence.nodes and request.num_computed == 0
+            _require(idle and request.state is RequestState.WAITING, "a waiting request holds something")
+        else:
+            _require(request.state is RequestState.RUNNING and request.slot >= 0, "a running request has no slot")
+            room = len(request.blocks) * KV_BLOCK_TOKENS
+            _require(request.num_computed <= room, "more tokens computed than blocks hold")
+            known = request.num_tokens + request.num_in_flight_outputs
+            _require(request.num_computed <= known, "more tokens computed than exist")

@@ -1,0 +1,353 @@
+"""The prefix cache of a hybrid model: KV blocks and recurrent-state snapshots under one index.
+
+A hit at position p needs the KV blocks of [0, p) (on the device, or on the host from where they are moved back) and a
+snapshot of the state after p tokens. Nodes enter the index when the step that wrote a snapshot commits. A running
+request holds one reference on each node of its leading blocks; nodes without references are kept while they lead to a
+snapshot, and their blocks are given up, or moved to the host, when the pool needs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkinfer.scheduling.blocks import BlockPool
+from sparkinfer.scheduling.config import SchedulerConfig
+from sparkinfer.scheduling.eviction import EvictionClock, EvictionHeap
+from sparkinfer.scheduling.prefix_index import PrefixIndex, PrefixNode, extend_hashes
+from sparkinfer.scheduling.sequence import Sequence
+from sparkinfer.scheduling.slots import SlotPool
+from sparkinfer.scheduling.snapshots import SnapshotPool
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, BlockMove, MoveKind
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Totals since start. `evictions` counts snapshots and KV blocks given up; moves to the host are not among them."""
+
+    queries_tokens: int = 0
+    hits_tokens: int = 0
+    evictions: int = 0
+    moves_to_host: int = 0
+    moves_to_device: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the cache knows of a prompt: where a hit would restore, and how far KV blocks are known at all."""
+
+    node: PrefixNode | None
+    known_tokens: int
+
+    @property
+    def position(self) -> int:
+        """Tokens that a hit saves."""
+        return self.node.position if self.node is not None else 0
+
+
+NO_MATCH = Match(None, 0)
+
+
+class PrefixCache:
+    """Index, snapshots, host blocks and eviction. Shares the device block pool with the scheduler."""
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockPool) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.index = PrefixIndex()
+        self.snapshots = SnapshotPool(config.num_snapshots)
+        self.host = SlotPool(config.num_host_blocks)
+        self.counters = CacheCounters()
+        self.num_evictable = 0
+        """Device blocks that eviction can free: those of nodes without references."""
+        self.moves: list[BlockMove] = []
+        """Moves that the next plan must carry, in order."""
+        self.retired_blocks: list[int] = []
+        self.retired_host: list[int] = []
+        """Blocks to be released when all plans scheduled so far have committed; the scheduler takes them."""
+        self._clock = EvictionClock(config)
+        holds = self.index.holds
+        self._snapshot_heap = EvictionHeap(self._clock, lambda n: n.snapshot >= 0 and n.pins == 0 and holds(n))
+        self._device_heap = EvictionHeap(
+            self._clock, lambda n: n.refs == 0 and n.block >= 0 and n.device_children == 0 and holds(n)
+        )
+        self._host_heap = EvictionHeap(
+            self._clock, lambda n: n.refs == 0 and n.block < 0 and not n.children and holds(n)
+        )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the cache can hold anything."""
+        return self.config.num_snapshots > 0
+
+    # -- lookup -----------------------------------------------------------------------------------------------------
+
+    def match(self, sequence: Sequence) -> Match:
+        """The best hit for all known tokens but the last: one token at least is always computed."""
+        request = sequence.request
+        if not self.enabled or not request.use_cache:
+            return NO_MATCH
+        if sequence.match is None or sequence.match_version != self.index.version:
+            limit = (request.num_tokens - 1) // KV_BLOCK_TOKENS
+            extend_hashes(sequence.hashes, request, limit)
+            node, depth = self.index.match(sequence.hashes, limit)
+            sequence.match = Match(node, depth * KV_BLOCK_TOKENS)
+            sequence.match_version = self.index.version
+        return sequence.match
+
+    def hold(self, sequence: Sequence, match: Match) -> int:
+        """Reference the hit's nodes for the sequence; returns how many of them have device blocks."""
+        if match.node is None:
+            return 0
+        sequence.nodes = match.node.path()
+        for node in sequence.nodes:
+            self._reference(node)
+        return sum(node.block >= 0 for node in sequence.nodes)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Drop the sequence's references."""
+        nodes = sequence.nodes
+        sequence.nodes = []
+        sequence.last_decode_node = None
+        for node in reversed(nodes):
+            node.refs -= 1
+            if node.refs == 0:
+                if node.block >= 0:
+                    self.num_evictable += 1
+                if node.device_children == 0:
+                    self._prune(node)
+
+    def use(self, sequence: Sequence, match: Match) -> list[int]:
+        """The device blocks of a held hit, one more holder each, after bringing back what lies on the host.
+
+        The caller has made sure that enough blocks are free or evictable. The snapshot is pinned until
+        `unpin`, when the row that restores it commits.
+        """
+        if match.node is None:
+            return []
+        for node in sequence.nodes:
+            if node.block < 0:
+                self.free_blocks(1)
+                block = self.blocks.allocate(1)[0]
+                self.moves.append(BlockMove(MoveKind.TO_DEVICE, block, node.host_block))
+                self.retired_host.append(node.host_block)
+                node.host_block = -1
+                self.index.set_block(node, block)
+                self.counters.moves_to_device += 1
+            self.blocks.share(node.block)
+        match.node.pins += 1
+        match.node.hits += 1
+        self._clock.touch(match.node)
+        return [node.block for node in sequence.nodes]
+
+    def unpin(self, node: PrefixNode) -> None:
+        """A row that restored from the node's snapshot has committed."""
+        node.pins -= 1
+        self._snapshot_heap.push(node)
+
+    def _reference(self, node: PrefixNode) -> None:
+        if node.refs == 0 and node.block >= 0:
+            self.num_evictable -= 1
+        node.refs += 1
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def reserve_snapshot(self, sequence: Sequence, position: int) -> int | None:
+        """A snapshot to write the state at `position` to; None when it exists already or all are in use by steps."""
+        num_blocks = position // KV_BLOCK_TOKENS
+        if num_blocks <= len(sequence.hashes):
+            node = self.index.get(sequence.hashes[num_blocks - 1])
+            if node is not None and node.snapshot >= 0:
+                return None
+        if not self.snapshots.num_free and not self._evict_snapshot():
+            return None
+        return self.snapshots.reserve(position)
+
+    def drop_snapshot(self, snapshot: int) -> None:
+        """Give back a reserved snapshot that will not be published."""
+        self.snapshots.release(snapshot)
+
+    def publish(self, sequence: Sequence, position: int, snapshot: int) -> PrefixNode:
+        """Enter the first `position` tokens with their snapshot; the step that wrote it has committed.
+
+        Where another request has entered the same tokens before, the sequence takes over those blocks and
+        its own ones are retired. Returns the node of the position.
+        """
+        num_blocks = position // KV_BLOCK_TOKENS
+        request = sequence.request
+        extend_hashes(sequence.hashes, request, num_blocks)
+        nodes = sequence.nodes
+        adopted: list[tuple[int, int]] = []
+        for depth in range(len(nodes), num_blocks):
+            digest, own = sequence.hashes[depth], request.blocks[depth]
+            node = self.index.get(digest)
+            if node is None:
+                node = self.index.insert(digest, nodes[-1] if nodes else None, own)
+                node.refs = 1
+                self.blocks.share(own)
+            elif node.block < 0:
+                self.retired_host.append(node.host_block)
+                node.host_block = -1
+                node.refs += 1  # Without a device block it did not count as evictable.
+                self.index.set_block(node, own)
+                self.blocks.share(own)
+            else:
+                self._reference(node)
+                if node.block != own:
+                    adopted.append((depth, node.block))
+            nodes.append(node)
+        if adopted:
+            self._adopt(sequence, adopted)
+        target = nodes[num_blocks - 1]
+        self._attach(target, position, snapshot)
+        return target
+
+    def _adopt(self, sequence: Sequence, adopted: list[tuple[int, int]]) -> None:
+        # A new list: rows in flight keep reading the old one, whose blocks stay until they commit.
+        blocks = list(sequence.request.blocks)
+        for depth, block in adopted:
+            self.blocks.share(block)
+            self.retired_blocks.append(blocks[depth])
+            blocks[depth] = block
+        sequence.request.blocks = blocks
+
+    def _attach(self, node: PrefixNode, position: int, snapshot: int) -> None:
+        if node.position != position or self.snapshots.position[snapshot] != position:
+            raise ValueError(
+                f"snapshot of position {self.snapshots.position[snapshot]} published at {position} for a key of "
+                f"position {node.position}"
+            )
+        if node.snapshot >= 0:
+            self.snapshots.release(snapshot)
+            return
+        node.snapshot = snapshot
+        self.index.version += 1
+        self._clock.touch(node)
+        self._snapshot_heap.push(node)
+
+    def replace_decode_checkpoint(self, sequence: Sequence, node: PrefixNode) -> None:
+        """While generating, only the latest checkpoint is worth a snapshot: the one before goes, unless it was hit."""
+        before = sequence.last_decode_node
+        sequence.last_decode_node = node
+        if before is not None and before is not node and before.snapshot >= 0 and not (before.hits or before.pins):
+            self._take_snapshot(before)
+
+    # -- eviction ---------------------------------------------------------------------------------------------------
+
+    def free_blocks(self, count: int) -> None:
+        """Make `count` device blocks free. Raises ValueError when they are not there: callers check first."""
+        while self.blocks.num_free < count:
+            found = self._device_heap.lowest()
+            if found is None:
+                raise ValueError(f"{count} KV blocks needed, {self.blocks.num_free} free and none evictable")
+            score, node = found
+            if self._host_room(score):
+                # Making room may have removed the last entry that this node led to.
+                if self.index.holds(node):
+                    self._move_to_host(node, score)
+            else:
+                self._clock.evicted(score)
+                self._remove_subtree(node)
+
+    def _host_room(self, score: float) -> bool:
+        """A free host block, if need be at the cost of an entry of a lower score."""
+        if self.host.num_free:
+            return True
+        if not self.host.total:
+            return False
+        found = self._host_heap.lowest()
+        if found is None or found[0] >= score:
+            return False
+        self._clock.evicted(found[0])
+        self._remove_subtree(found[1])
+        return self.host.num_free > 0
+
+    def _move_to_host(self, node: PrefixNode, score: float) -> None:
+        host_block = self.host.acquire()
+        block = node.block
+        self.moves.append(BlockMove(MoveKind.TO_HOST, block, host_block))
+        self.counters.moves_to_host += 1
+        node.host_block = host_block
+        self.index.set_block(node, -1)
+        self.num_evictable -= 1
+        self.blocks.release([block])
+        parent = node.parent
+        if parent is not None:
+            parent.inherited = max(parent.inherited, score)
+            self._device_heap.push(parent)
+        self._host_heap.push(node)
+
+    def _evict_snapshot(self) -> bool:
+        found = self._snapshot_heap.lowest()
+        if found is None:
+            return False
+        score, node = found
+        self._clock.evicted(score)
+        self.counters.evictions += 1
+        self._take_snapshot(node)
+        return True
+
+    def _take_snapshot(self, node: PrefixNode) -> None:
+        self.snapshots.release(node.snapshot)
+        node.snapshot = -1
+        self.index.version += 1
+        if node.refs == 0:
+            self._prune(node)
+
+    def _prune(self, node: PrefixNode) -> None:
+        """Remove an unreferenced node, and those before it, as far as they lead to no snapshot."""
+        current: PrefixNode | None = node
+        while current is not None and current.refs == 0:
+            if current.children or current.snapshot >= 0:
+                self._device_heap.push(current)
+                self._host_heap.push(current)
+                return
+            parent = current.parent
+            self._remove(current)
+            current = parent
+
+    def _remove_subtree(self, top: PrefixNode) -> None:
+        """Remove an unreferenced node with all below it, then what leads nowhere above it."""
+        order = [top]
+        for node in order:
+            order.extend(node.children)
+        for node in reversed(order):
+            if node.snapshot >= 0:
+                self.snapshots.release(node.snapshot)
+                self.counters.evictions += 1
+            self.counters.evictions += 1
+            self._remove(node)
+        if top.parent is not None and top.parent.refs == 0:
+            self._prune(top.parent)
+
+    def _remove(self, node: PrefixNode) -> None:
+        block, host_block = node.block, node.host_block
+        self.index.remove(node)
+        node.snapshot = -1
+        if block >= 0:
+            self.num_evictable -= 1
+            self.blocks.release([block])
+        if host_block >= 0:
+            node.host_block = -1
+            self.host.release(host_block)
+
+    def reset(self) -> tuple[int, int]:
+        """Drop everything that no running request or step in flight uses; returns dropped (blocks, snapshots)."""
+        blocks = snapshots = 0
+        for node in sorted(self.index, key=lambda n: -n.depth):
+            if node.snapshot >= 0 and node.pins == 0:
+                self.snapshots.release(node.snapshot)
+                node.snapshot = -1
+                self.index.version += 1
+                snapshots += 1
+            if node.refs == 0:
+                self._remove(node)
+                blocks += 1
+        return blocks, snapshots
+
+    # -- figures ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of cached contents: KV blocks on device and host, and snapshots."""
+        kv_blocks = len(self.index)
+        return kv_blocks * self.config.kv_block_bytes + self.snapshots.num_used * self.config.snapshot_bytes

@@ -1,0 +1,108 @@
+"""What running requests hold: KV blocks, a state slot, cache entries. Admission and release."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sparkinfer.scheduling.blocks import BlockPool, blocks_for
+from sparkinfer.scheduling.checkpoints import prompt_positions
+from sparkinfer.scheduling.config import SchedulerConfig
+from sparkinfer.scheduling.prefix_cache import PrefixCache
+from sparkinfer.scheduling.sequence import Sequence
+from sparkinfer.scheduling.slots import SlotPool
+
+
+class Resources:
+    """The pools, and the rule by which a waiting request gets its share of them."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.blocks = BlockPool(config.num_kv_blocks)
+        self.slots = SlotPool(config.max_num_seqs)
+        self.cache = PrefixCache(config, self.blocks)
+        self.retired: deque[tuple[int, list[int], list[int]]] = deque()
+        """(step, device blocks, host blocks): released when that step commits."""
+        self._refused: tuple[Sequence, int] | None = None
+
+    @property
+    def available(self) -> int:
+        """Device blocks that are free or that eviction can free."""
+        return self.blocks.num_free + self.cache.num_evictable
+
+    def allocate(self, count: int) -> list[int]:
+        """Blocks, evicting cached prefixes where needed. Raises ValueError when fewer are available."""
+        self.cache.free_blocks(count)
+        return self.blocks.allocate(count)
+
+    def admit(self, sequence: Sequence, others_run: bool) -> bool:
+        """Give the sequence a slot and blocks for all its known tokens, less what a cache hit brings; or refuse.
+
+        Reserving the whole prompt means that a prefill once begun never stalls on memory. While other requests run,
+        the watermark stays free for their growth; a request that is alone always fits, by the checks of the
+        configuration.
+        """
+        if not self.slots.num_free:
+            return False
+        if others_run and self._refused is not None:
+            refused, available = self._refused
+            if refused is sequence and self.available <= available:
+                return False
+        request = sequence.request
+        match = self.cache.match(sequence)
+        on_device = self.cache.hold(sequence, match)
+        needed = blocks_for(request.num_tokens) - on_device
+        reserve = self.config.watermark_blocks if others_run else 0
+        if self.available < needed + reserve:
+            self.cache.let_go(sequence)
+            self._refused = (sequence, self.available)
+            return False
+        self._refused = None
+        blocks = self.cache.use(sequence, match)
+        request.blocks = blocks + self.allocate(blocks_for(request.num_tokens) - len(blocks))
+        request.slot = self.slots.acquire()
+        request.num_computed = match.position
+        sequence.restore_node = match.node
+        self._plan_checkpoints(sequence, match.position, match.known_tokens)
+        if not sequence.admitted_before:
+            sequence.admitted_before = True
+            request.num_cached = match.position
+            if self.cache.enabled and request.use_cache:
+                self.cache.counters.queries_tokens += request.num_tokens
+                self.cache.counters.hits_tokens += match.position
+        return True
+
+    def _plan_checkpoints(self, sequence: Sequence, start: int, known: int) -> None:
+        request = sequence.request
+        if self.cache.enabled and request.use_cache:
+            sequence.checkpoints = prompt_positions(request.num_tokens, start, known, self.config)
+        else:
+            sequence.checkpoints = []
+
+    def release(self, sequence: Sequence) -> None:
+        """Take everything back. No plan in flight may use it any more."""
+        request = sequence.request
+        self.cache.let_go(sequence)
+        self.blocks.release(request.blocks)
+        request.blocks = []
+        if request.slot >= 0:
+            self.slots.release(request.slot)
+            request.slot = -1
+
+    def retire(self, last_step: int | None) -> None:
+        """Blocks that the cache retired are released once `last_step` commits; now, if no step is in flight."""
+        cache = self.cache
+        if not cache.retired_blocks and not cache.retired_host:
+            return
+        entry = (-1 if last_step is None else last_step, cache.retired_blocks, cache.retired_host)
+        cache.retired_blocks, cache.retired_host = [], []
+        self.retired.append(entry)
+        if last_step is None:
+            self.committed(-1)
+
+    def committed(self, step: int) -> None:
+        """A step has committed: release what waited for it."""
+        while self.retired and self.retired[0][0] <= step:
+            _, blocks, host_blocks = self.retired.popleft()
+            self.blocks.release(blocks)
+            for host_block in host_blocks:
+                self.cache.host.release(host_block)
