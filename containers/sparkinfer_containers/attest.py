@@ -1,0 +1,120 @@
+"""From an image and a report folder to signed, attached attestations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.identity import file_sha256
+from sparkinfer_containers.errors import UsageProblem
+from sparkinfer_containers.oci.layout import Layout
+from sparkinfer_containers.oci.model import BUNDLE, EMPTY, MANIFEST, Descriptor, referrer_manifest
+from sparkinfer_containers.sign import sign
+from sparkinfer_containers.statements import EVALUATION, EVALUATION_SOURCE, SHORT_NAMES, statement
+from sparkinfer_containers.trust import Credentials
+from sparkinfer_containers.verify.report import ENGINE, report_files, subject_of
+
+
+def prompt_digests(raw_results: Path | None) -> list[dict[str, str]]:
+    """Digest of the prepared prompt set of every cell and model, from the run's raw results (empty without them)."""
+    found: dict[tuple[str, str, int], str] = {}
+    for path in sorted(raw_results.glob("b*/*/*/*/r*/result.json")) if raw_results else []:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found[(data["model"], data["cell"], data["block"])] = data["prompts_sha256"]
+    return [
+        {"model": model, "cell": cell, "block": str(block), "sha256": value.removeprefix("sha256:")}
+        for (model, cell, block), value in sorted(found.items())
+    ]
+
+
+def raw_digests(raw_results: Path | None) -> dict[str, str]:
+    """sha256 of every raw file of the run (records, results, exports), by path relative to the run's folder."""
+    if raw_results is None:
+        return {}
+    return {
+        path.relative_to(raw_results).as_posix(): f"sha256:{file_sha256(path)}"
+        for path in sorted(raw_results.rglob("*"))
+        if path.is_file()
+    }
+
+
+def evaluation(report_folder: Path, raw_results: Path | None = None) -> dict[str, Any]:
+    """The evaluation statement of a report: about the image it measured, else about the source tree.
+
+    Form: docs/predicates/evaluation-v1.md. Raises UsageProblem when the folder is not a complete report.
+    """
+    path = report_folder / "report.json"
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        digest, source = subject_of(report)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageProblem(f"{report_folder} is not a complete report: {error}") from error
+    baselines = [engine for engine in report["engines"] if engine["name"] != ENGINE]
+    predicate = {
+        "schema": f"sparkinfer/{'evaluation-source' if source else 'evaluation'}/v1",
+        "run": report["run"],
+        "version": report["version"],
+        "profile": report["profile"],
+        "scale": report["scale"],
+        "measured": report["measured"],
+        "not_the_shipped_image": source,
+        "models": [{key: model[key] for key in ("name", "digest", "random_weights")} for model in report["models"]],
+        "prompts": prompt_digests(raw_results),
+        "raw_records": raw_digests(raw_results),
+        "files": {name: f"sha256:{file_sha256(file)}" for name, file in report_files(report_folder).items()},
+        "cells": report["cells"],
+        "decision_rules": [],
+        "machine": report["machine"],
+        "baseline": {engine["name"]: engine for engine in baselines},
+        "git": report["source"],
+        "self_attested": True,
+    }
+    container = report.get("container") or {}
+    name = f"sparkinfer-source-{report['version']}" if source else str(container["reference"]).split("@")[0]
+    return statement(name, digest, EVALUATION_SOURCE if source else EVALUATION, predicate)
+
+
+def attach(layout: Layout, image: Descriptor, bundle: str, predicate_type: str) -> Descriptor:
+    """Add a bundle to a layout as a referrer of `image`."""
+    data = bundle.encode()
+    stored = layout.add(BUNDLE, data)
+    layout.add(EMPTY, b"{}")
+    created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    manifest = layout.add(MANIFEST, referrer_manifest(image, stored, predicate_type, created))
+    listed = Descriptor(
+        MANIFEST, manifest.digest, manifest.size, BUNDLE, {"dev.sigstore.bundle.predicateType": predicate_type}
+    )
+    layout.list_manifest(listed)
+    return listed
+
+
+def sign_and_attach(
+    layout: Layout, image: Descriptor, statements: Sequence[Mapping[str, Any]], held: Credentials
+) -> list[Descriptor]:
+    """Sign statements about `image` and attach each. Nothing is attached unless all were signed."""
+    for item in statements:
+        if f"sha256:{item['subject'][0]['digest']['sha256']}" != image.digest:
+            raise UsageProblem(f"a statement is about another digest than the image {image.digest}")
+    bundles = sign(statements, held)
+    return [
+        attach(layout, image, bundle, str(item["predicateType"]))
+        for item, bundle in zip(statements, bundles, strict=True)
+    ]
+
+
+def sign_report(report_folder: Path, made: Mapping[str, Any], held: Credentials) -> Path:
+    """Sign the evaluation statement `made` into the report's `bundles/`. Raises UsageProblem when one is there."""
+    folder = report_folder / "bundles"
+    name = f"{SHORT_NAMES[str(made['predicateType'])]}.sigstore.json"
+    target = folder / name
+    if target.exists():
+        raise UsageProblem(f"{target} exists: a report is signed once; render it to another folder to sign it anew")
+    (bundle,) = sign([made], held)
+    folder.mkdir(exist_ok=True)
+    temporary = folder / f".{name}.part"
+    temporary.write_text(bundle, encoding="utf-8")
+    temporary.rename(target)
+    return target

@@ -1,0 +1,91 @@
+"""Command `sparkinfer-verify TARGET`: a report folder, an OCI layout, or an image reference by digest.
+
+Exit codes: 0 everything holds; 1 a number differs; 2 usage; 3 signature or identity; 4 a digest differs or a part is
+missing; 5 the trust level is lower than asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from sparkinfer.errors import EnvironmentProblem, SparkinferError
+from sparkinfer_containers.errors import DigestProblem, UsageProblem
+from sparkinfer_containers.oci.layout import Layout
+from sparkinfer_containers.oci.registry import Reference, Registry
+from sparkinfer_containers.trust import trust_root
+from sparkinfer_containers.verify.bundle import BundleVerifier, ExpectedSigner
+from sparkinfer_containers.verify.image import verify_image
+from sparkinfer_containers.verify.outcome import Outcome
+from sparkinfer_containers.verify.report import verify_report
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sparkinfer-verify",
+        description="Verify a sparkinfer report folder, OCI layout or image by digest.",
+        epilog="Exit codes: 0 ok, 1 a number differs, 2 usage, 3 signature or identity, 4 digest or missing part, "
+        "5 trust level too low. Without --identity the release workflow of this project is expected (public), or the "
+        "private instance that the trust root names.",
+    )
+    parser.add_argument("target", metavar="TARGET", help="reports/<run>, an OCI layout folder, or HOST/NAME@sha256:...")
+    parser.add_argument(
+        "--trusted-root", type=Path, metavar="FILE", help="sigstore trusted_root.json to verify against"
+    )
+    parser.add_argument("--identity", help="certificate identity expected (with --issuer)")
+    parser.add_argument("--issuer", help="OIDC issuer expected (with --identity)")
+    parser.add_argument(
+        "--require-public", action="store_true", help="exit 5 unless the public sigstore vouches for it"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the outcome as JSON ('-': to stdout alone)"
+    )
+    return parser
+
+
+def _check(args: argparse.Namespace, outcome: Outcome) -> None:
+    folder = Path(args.target)
+    is_report = (folder / "report.json").is_file()
+    is_layout = (folder / "oci-layout").is_file()
+    reference = None
+    if not folder.is_dir():
+        reference = Reference.parse(args.target)
+        if reference.digest is None:
+            raise UsageProblem(f"{args.target}: name the image by digest (HOST/NAME@sha256:...); a tag can be moved")
+    elif not is_report and not is_layout:
+        raise UsageProblem(f"{folder} is neither a report folder (report.json) nor an OCI layout (oci-layout)")
+    trust = trust_root(args.trusted_root)
+    verifier = BundleVerifier(trust, ExpectedSigner(trust, args.identity, args.issuer))
+    if reference is not None and reference.digest is not None:
+        with Registry(reference) as registry:
+            verify_image(registry, reference.digest, trust, verifier, outcome)
+    elif is_report:
+        verify_report(folder, trust, verifier, outcome)
+    else:
+        layout = Layout(folder)
+        verify_image(layout, layout.image().digest, trust, verifier, outcome)
+    if args.require_public and trust.mode != "public":
+        outcome.problem(5, f"--require-public: this holds at the level '{outcome.level}' only, signed privately")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = _parser().parse_args(argv)
+    outcome = Outcome(args.target)
+    try:
+        _check(args, outcome)
+    except EnvironmentProblem as error:
+        outcome.problem(DigestProblem.exit_code, str(error))  # a part that cannot be fetched is a missing part
+    except SparkinferError as error:
+        outcome.problem(error.exit_code, str(error))
+    data = json.dumps(outcome.to_json(), indent=1, sort_keys=True) + "\n"
+    if args.json and str(args.json) != "-":
+        args.json.write_text(data, encoding="utf-8")
+    print(data if str(args.json) == "-" else outcome.to_text(), end="" if str(args.json) == "-" else "\n")
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Verify a report folder: its signatures, the digests of its files, and every number against the raw records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.errors import ConfigError
+from sparkinfer.identity import file_sha256
+from sparkinfer_containers.errors import DigestProblem, SignatureProblem
+from sparkinfer_containers.oci.model import BUNDLE_LIMIT
+from sparkinfer_containers.statements import EVALUATION, EVALUATION_SOURCE, SHORT_NAMES
+from sparkinfer_containers.trust import LEVELS, TrustRoot
+from sparkinfer_containers.verify import attestations
+from sparkinfer_containers.verify.bundle import BundleVerifier, Verified
+from sparkinfer_containers.verify.image import limits
+from sparkinfer_containers.verify.outcome import Outcome
+
+REQUIRED = ("CHANGELOG.md", "RELEASE_NOTE.md", "report.json", "requests.parquet", "commands.txt")
+ENGINE = "sparkinfer"
+
+
+def report_files(folder: Path) -> dict[str, Path]:
+    """The files of a report that a signature covers: all but `bundles/`, by relative path."""
+    return {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.relative_to(folder).parts[0] != "bundles"
+    }
+
+
+def subject_of(report: dict[str, Any]) -> tuple[str, bool]:
+    """The digest that the run's figures belong to, and whether it is the source tree's (not an image's)."""
+    digests = [engine["digest"] for engine in report["engines"] if engine["name"] == ENGINE]
+    if len(digests) != 1:
+        raise DigestProblem(f"report.json declares {len(digests)} engines named {ENGINE}, expected one")
+    container = report.get("container")
+    if container is None or not container["measured"]:
+        return str(digests[0]), True
+    if container["digest"] != digests[0]:
+        raise DigestProblem("report.json: the measured engine's digest is not the container's")
+    return str(digests[0]), False
+
+
+def _read_bundles(folder: Path, digest: str, verifier: BundleVerifier) -> list[Verified]:
+    found = []
+    for path in sorted((folder / "bundles").glob("*.sigstore.json")):
+        size = path.stat().st_size
+        if path.is_symlink() or size > BUNDLE_LIMIT:
+            raise SignatureProblem(f"bundles/{path.name}: {size} bytes or a link: refused unread")
+        found.append(verifier.verify(path.read_bytes(), digest, f"bundles/{path.name}"))
+    for statement in found:
+        attestations.check_fields(statement)
+    attestations.refuse_contradictions(found)
+    return found
+
+
+def _compare_with_statement(folder: Path, report: dict[str, Any], predicate: dict[str, Any], outcome: Outcome) -> None:
+    """Digests of all files, and the figures repeated in the signed statement."""
+    files = report_files(folder)
+    signed: dict[str, str] = predicate["files"]
+    for name in sorted(signed.keys() - files.keys()):
+        outcome.problem(4, f"{name} is signed but missing from the folder")
+    for name in sorted(signed.keys() & files.keys()):
+        if f"sha256:{file_sha256(files[name])}" != signed[name]:
+            outcome.problem(4, f"{name} is not the file that was signed")
+    extra = sorted(files.keys() - signed.keys())
+    if extra:
+        outcome.not_proved.append(f"files that no signature covers: {', '.join(extra)}")
+    if predicate["run"] != report["run"]:
+        outcome.problem(4, f"the signed evaluation is of run {predicate['run']}, the report of {report['run']}")
+    if predicate["cells"] != report["cells"]:
+        for ours, theirs in zip(predicate["cells"], report["cells"], strict=False):
+            if ours != theirs:
+                name = "/".join(str(ours.get(key)) for key in ("model", "cell", "engine", "metric", "stat"))
+                outcome.problem(
+                    1, f"signed figure {name} is {ours.get('value')!r}, report.json has {theirs.get('value')!r}"
+                )
+        if len(predicate["cells"]) != len(report["cells"]):
+            outcome.problem(1, f"{len(predicate['cells'])} figures were signed, report.json has {len(report['cells'])}")
+
+
+def _check_numbers(folder: Path, report: dict[str, Any], outcome: Outcome) -> None:
+    from sparkinfer_containers.verify import numbers  # pyarrow and the evaluation: only needed for a report
+
+    try:
+        found = numbers.differences(folder, report)
+    except (ConfigError, ValueError, KeyError, TypeError, OSError) as error:
+        outcome.problem(4, f"the figures cannot be derived from requests.parquet: {error}")
+        return
+    for line in found:
+        outcome.problem(1, line)
+    if not found:
+        outcome.proved.append(
+            f"all {numbers.count(report)} figures of report.json, and the tables of CHANGELOG.md and RELEASE_NOTE.md, "
+            "follow from requests.parquet"
+        )
+
+
+def verify_report(folder: Path, trust: TrustRoot, verifier: BundleVerifier, outcome: Outcome) -> None:
+    """Fill `outcome`; problems with numbers and files are collected, a bad signature is raised at once."""
+    missing = [name for name in REQUIRED if not (folder / name).is_file()]
+    if missing:
+        raise DigestProblem(f"{folder}: missing {', '.join(missing)}")
+    from sparkinfer_containers.verify import numbers
+
+    try:
+        report = numbers.load(folder)
+        digest, source = subject_of(report)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DigestProblem(f"{folder / 'report.json'} is damaged: {error}") from error
+    found = _read_bundles(folder, digest, verifier)
+    wanted = EVALUATION_SOURCE if source else EVALUATION
+    evaluations = [item for item in found if item.predicate_type == wanted and item.predicate["run"] == report["run"]]
+    _check_numbers(folder, report, outcome)
+    if not evaluations:
+        outcome.problem(4, f"the report is not signed: no {SHORT_NAMES[wanted]} statement about {digest} in bundles/")
+        return
+    statement = evaluations[0]
+    _compare_with_statement(folder, report, statement.predicate, outcome)
+    outcome.level = LEVELS[trust.mode]
+    outcome.signed(SHORT_NAMES[wanted], statement)
+    outcome.proved.append(
+        f"{len(statement.predicate['files'])} files are as signed, as the evaluation of "
+        + (f"the source tree {digest} (not the shipped image)" if source else f"the image {digest}")
+    )
+    if source:
+        outcome.not_proved.append("that the shipped image performs like this: the run was made from the source tree")
+    outcome.not_proved.append("plots and report.html beyond their digests: they are drawings of the same figures")
+    outcome.not_proved += limits(trust)
