@@ -125,7 +125,8 @@ class RawRun:
         write_records(folder / "records.jsonl", make_records(engine, model, cell, self.counts.get(cell, 8), seed))
         result = RawResult(
             run=self.folder.name, block=block, engine=engine, engine_version="x", engine_digest=digest(engine),
-            model=model, model_digest=digest(model), cell=cell, rep=rep, cell_definition={"id": cell},
+            model=model, model_digest=digest(model), cell=cell, rep=rep, 
+            cell_definition={"id": cell} | ({"rate": 4.0} if "poisson" in cell else {}),
             cell_digest=digest(cell), prompts_sha256=digest(f"{cell}{seed}"), command=["aiperf", "profile", cell],
             started_at=f"2026-12-01T10:{block:02d}:{rep:02d}+00:00", tool={"aiperf": "0.13.0"},
             checks=[{"name": "output_lengths", "value": 0, "limit": 0, "ok": True}],

@@ -69,6 +69,14 @@ class Figures:
         """The cells with at least one result for this model, in table order."""
         return [c for c in self.run.info["cells"] if any(k[1:] == (model, c) for k in self._index)]
 
+    def arrival_name(self, cell: str) -> str:
+        """`4 requests/s (poisson-r1)`, the rate being the one that the cell's definition in this run asks for."""
+        for m in self.run.measurements:
+            rate = m.result.cell_definition.get("rate")
+            if m.result.cell == cell and rate is not None:
+                return f"{rate:g} request{'' if rate == 1 else 's'}/s ({cell})"
+        return cell
+
     def has_engine(self, engine: str, model: str) -> bool:
         """Whether an engine has any result for this model."""
         return any(k[:2] == (engine, model) for k in self._index)

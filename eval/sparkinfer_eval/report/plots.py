@@ -73,12 +73,17 @@ def _legend(canvas: Canvas, figures: Figures, model: str, **extra: Any) -> None:
     canvas.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
-def _log_ticks(axes: Axes) -> None:
-    """Plain numbers at 1-2-5 steps on a log x axis, at even steps where the range holds fewer than three of those."""
+def _log_ticks(axes: Axes, always: float | None = None) -> None:
+    """Plain numbers at 1-2-5 steps on a log x axis, at even steps where the range holds fewer than three of those.
+
+    `always` is a value that gets a tick in any case, in the place of those too near to it.
+    """
     low, high = axes.get_xlim()
     steps = [m * 10.0**e for e in range(-4, 8) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
     if len(steps) < 3:
         steps = [t for t in MaxNLocator(4).tick_values(low, high) if low <= t <= high]
+    if always is not None and low < always < high:
+        steps = sorted({always, *(s for s in steps if abs(np.log(s / always)) > 0.12 * np.log(high / low))})
     axes.set_xticks(steps, [f"{step:,g}" for step in steps])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_minor_locator(NullLocator())
@@ -118,8 +123,9 @@ def _ecdf_grid(figures: Figures, model: str, metric: str, cells: list[list[str]]
                 if values:
                     _ecdf(panel, values, engine["name"])
                     counts.append(len(values))
+            name = figures.arrival_name(cell) if is_arrivals(cell) else cell_name(cell)
             numbers = sorted(set(counts), reverse=True)
-            panel.set_title(f"{cell_name(cell)} (n = {' / '.join(map(str, numbers))})")
+            panel.set_title(f"{name} (n = {' / '.join(map(str, numbers))})")
             panel.set_ylim(0, 102)
             panel.set_xlim(left=0)
             panel.xaxis.set_major_locator(MaxNLocator(5, min_n_ticks=3))
@@ -263,7 +269,7 @@ def ratios_to_baseline(figures: Figures, model: str) -> Canvas | None:
         panel.set_xscale("log")
         panel.margins(x=0.2)
         panel.autoscale_view()
-        _log_ticks(panel)
+        _log_ticks(panel, always=1.0)
         panel.set_yticks(range(len(cells)), [cell_name(c) for c in cells] if metric == "output_tok_s" else [])
         panel.set_ylim(len(cells) - 0.4, -0.9)
         panel.set_xlabel(label + (" (right of 1: more)" if metric == "output_tok_s" else " (left of 1: less time)"))

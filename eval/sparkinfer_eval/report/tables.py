@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from sparkinfer_eval.report.document import Table
 from sparkinfer_eval.report.figures import Figures, enough_requests
@@ -62,10 +63,8 @@ def before_and_after(figures: Figures, text: Callable[[str], str]) -> str:
 
 
 def level_name(cell: str) -> str:
-    """`16 chats`, `1 long prompt`, `2 requests/s`."""
+    """`16 chats`, `1 long prompt`."""
     shape, level = split_cell(cell)
-    if shape == "poisson":
-        return f"{level:g} request{'' if level == 1 else 's'}/s"
     return plural(level, shape_name(shape))
 
 
@@ -74,32 +73,29 @@ def other_engines(figures: Figures) -> list[dict]:
     return [e for e in figures.run.engines if e["name"] not in (THIS, PREVIOUS)]
 
 
+def _rows(figures: Figures, name: str, columns: list[Callable[[str], str]]) -> list[list[str]]:
+    """One row for this engine (from its predecessor, where measured) and one per other engine."""
+    rows = [[f"{name}: {this_label(figures)}", *[before_and_after(figures, column) for column in columns]]]
+    for engine in other_engines(figures):
+        rows.append([f"{name}: {engine['label']}", *[column(engine["name"]) for column in columns]])
+    return rows
+
+
+def request_count(figures: Figures, engine: str, model: str, cell: str) -> str:
+    """Error-free measured requests as text."""
+    return f"{figures.requests(engine, model, cell):,}"
+
+
 def ttft_table(figures: Figures, model: str, cells: list[str]) -> Table:
     """TTFT percentiles, output tok/s and requests per engine; two rows a cell: this (from previous), baseline."""
     table = Table(["", "TTFT p50 / p90 / p99 (ms)", "output tok/s", "requests"])
-
-    def requests(engine: str, cell: str) -> str:
-        return f"{figures.requests(engine, model, cell):,}"
-
     for cell in cells:
-        table.rows.append(
-            [
-                f"{level_name(cell)}: {this_label(figures)}",
-                before_and_after(figures, lambda e, c=cell: percentiles(figures, e, model, c, "ttft_ms")),  # type: ignore[misc]
-                before_and_after(figures, lambda e, c=cell: rate(figures, e, model, c)),  # type: ignore[misc]
-                before_and_after(figures, lambda e, c=cell: requests(e, c)),  # type: ignore[misc]
-            ]
-        )
-        for engine in other_engines(figures):
-            name = engine["name"]
-            table.rows.append(
-                [
-                    f"{level_name(cell)}: {engine['label']}",
-                    percentiles(figures, name, model, cell, "ttft_ms"),
-                    rate(figures, name, model, cell),
-                    requests(name, cell),
-                ]
-            )
+        columns: list[Callable[[str], str]] = [
+            partial(percentiles, figures, model=model, cell=cell, metric="ttft_ms"),
+            partial(rate, figures, model=model, cell=cell),
+            partial(request_count, figures, model=model, cell=cell),
+        ]
+        table.rows.extend(_rows(figures, level_name(cell), columns))
     return table
 
 
@@ -152,30 +148,26 @@ def class_counts(figures: Figures, engine: str, model: str, cell: str) -> str:
     return ", ".join(f"{count} {label}" for label, count in ordered) or "missing"
 
 
+def latency(figures: Figures, engine: str, model: str, cell: str, stat: str) -> str:
+    """A statistic of the request latency in seconds, or `missing`."""
+    value = figures.value(engine, model, cell, "request_latency_ms", stat)
+    if value is None:
+        return "missing"
+    enough = enough_requests(stat, figures.count(engine, model, cell, "request_latency_ms"))
+    return seconds(value) + ("" if enough else MARK)
+
+
 def arrivals_table(figures: Figures, model: str) -> Table:
     """Poisson arrivals: tokens over makespan, mean and p90 request latency, requests per class."""
     table = Table(["", "tokens / makespan (tok/s)", "mean latency (s)", "p90 latency (s)", "requests by class"])
-
-    def latency(engine: str, cell: str, stat: str) -> str:
-        if not figures.runs(engine, model, cell):
-            return "missing"
-        value = figures.value(engine, model, cell, "request_latency_ms", stat)
-        enough = enough_requests(stat, figures.count(engine, model, cell, "request_latency_ms"))
-        return seconds(value) + ("" if enough or value is None else MARK)
-
-    def row(label: str, text: Callable[[Callable[[str], str]], str], cell: str) -> list[str]:
-        return [
-            f"{level_name(cell)}: {label}",
-            text(lambda e: rate(figures, e, model, cell)),
-            text(lambda e: latency(e, cell, "mean")),
-            text(lambda e: latency(e, cell, "p90")),
-            text(lambda e: class_counts(figures, e, model, cell)),
-        ]
-
     for cell in arrival_cells(figures):
-        table.rows.append(row(this_label(figures), lambda f: before_and_after(figures, f), cell))
-        for engine in other_engines(figures):
-            table.rows.append(row(engine["label"], lambda f, n=engine["name"]: f(n), cell))  # type: ignore[misc]
+        columns: list[Callable[[str], str]] = [
+            partial(rate, figures, model=model, cell=cell),
+            partial(latency, figures, model=model, cell=cell, stat="mean"),
+            partial(latency, figures, model=model, cell=cell, stat="p90"),
+            partial(class_counts, figures, model=model, cell=cell),
+        ]
+        table.rows.extend(_rows(figures, figures.arrival_name(cell), columns))
     return table
 
 

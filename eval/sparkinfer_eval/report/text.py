@@ -64,10 +64,10 @@ def shape_name(shape: str) -> str:
 
 
 def cell_name(cell: str) -> str:
-    """`chat, 16 requests`; `Poisson, 1 request/s`."""
+    """`chat, 16 requests`; an open-loop cell keeps its id, since its rate depends on the run's scale."""
     shape, level = split_cell(cell)
     if shape == "poisson":
-        return f"Poisson, {level:g} request{'' if level == 1 else 's'}/s"
+        return cell
     return f"{shape_name(shape)}, {plural(level, 'request')}"
 
 
