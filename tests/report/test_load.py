@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_folder_without_result_is_no_result(raw_run):
     raw = raw_run()
     (raw.place("sparkinfer", "chat-c1") / "result.json").unlink()
     assert [(m.engine, m.cell) for m in load_run(raw.folder).missing] == [("sparkinfer", "chat-c1")]
+
+
+def test_evidence_of_a_failed_attempt_is_no_result(raw_run):
+    raw = raw_run()
+    place = raw.place("sparkinfer", "chat-c1")
+    shutil.copytree(place, place.with_name("r1.failed"))
+    assert len(load_run(raw.folder).measurements) == 8
 
 
 def test_results_of_a_cell_that_was_not_asked_for(raw_run):

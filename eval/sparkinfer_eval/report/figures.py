@@ -61,6 +61,11 @@ class Figures:
         """A model's printed name."""
         return str(self.model_info(model)["label"])
 
+    def model_title(self, model: str) -> str:
+        """A model's printed name, with the note that its weights are random where that is so."""
+        label = self.model_label(model)
+        return f"{label} (random weights)" if self.random_weights(model) and "random weights" not in label else label
+
     def random_weights(self, model: str) -> bool:
         """Whether the model's weights are random."""
         return bool(self.model_info(model)["random_weights"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,9 @@ def load_run(run_folder: Path) -> RunData:
     names = [e["name"] for e in info["engines"]]
     if len(set(names)) != len(names) or THIS not in names:
         raise ConfigError(f"{run_folder / 'run.json'}: engines must be distinct and include {THIS!r}, got {names}")
-    folders = sorted(p.parent for p in run_folder.glob("b*/*/*/*/r*/result.json"))
+    # Evidence of failed attempts lies beside results (r1.failed): only r<number> is a result.
+    found = (p.parent for p in run_folder.glob("b*/*/*/*/r*/result.json"))
+    folders = sorted(folder for folder in found if re.fullmatch(r"r\d+", folder.name))
     measurements = [_read_measurement(folder, info) for folder in folders]
     if not measurements:
         raise ConfigError(f"{run_folder} holds no finished result (b*/engine/model/cell/r*/result.json)")

@@ -62,9 +62,8 @@ def _grid(rows: int, columns: int, width: float, height: float) -> tuple[Canvas,
 
 def _heading(canvas: Canvas, figures: Figures, model: str, title: str) -> None:
     """Title with the model and scale, and one legend for all panels, below it."""
-    note = "random weights, " if figures.random_weights(model) else ""
     scale = "full size" if figures.run.info["scale"]["full"] else "scaled run"
-    canvas.suptitle(f"{title}\n{figures.model_label(model)} ({note}{scale})", fontsize=11, fontweight="bold")
+    canvas.suptitle(f"{title}\n{figures.model_title(model)}, {scale}", fontsize=11, fontweight="bold")
 
 
 def _legend(canvas: Canvas, figures: Figures, model: str, **extra: Any) -> None:

@@ -42,7 +42,7 @@ def _measured(figures: Figures) -> list[Block]:
     for model in figures.models():
         cells = closed_cells(figures, model)
         chats = [c for c in cells if split_cell(c)[0] == "chat"]
-        blocks.append(Heading(3, figures.model_label(model)))
+        blocks.append(Heading(3, figures.model_title(model)))
         if chats:
             blocks.append(ttft_table(figures, model, chats))
         if cells:

@@ -92,7 +92,7 @@ def head(figures: Figures) -> list[Block]:
         + ", ".join(
             [f"{m['parameters']:,} parameters"] * ("parameters" in m)
             + [m["dtype"]] * ("dtype" in m)
-            + ["random weights"] * m["random_weights"]
+            + ["random weights"] * (m["random_weights"] and "random weights" not in m["label"])
             + [f"`{m['digest']}`"]
         )
         + ")"
@@ -161,8 +161,7 @@ def footnote(blocks: list[Block]) -> list[Block]:
 
 def model_sections(figures: Figures, model: str) -> list[Block]:
     """All tables of one model."""
-    label = figures.model_label(model) + (" (random weights)" if figures.random_weights(model) else "")
-    blocks: list[Block] = [Heading(2, label)]
+    blocks: list[Block] = [Heading(2, figures.model_title(model))]
     shapes: dict[str, list[str]] = {}
     for cell in closed_cells(figures, model):
         shapes.setdefault(split_cell(cell)[0], []).append(cell)
@@ -285,5 +284,4 @@ def headline_figure(figures: Figures) -> str:
         for e in figures.run.engines
         if figures.runs(e["name"], model, cell)
     ]
-    note = " (random weights)" if figures.random_weights(model) else ""
-    return f"output tok/s at {level_name(cell)} on {figures.model_label(model)}{note}: {', '.join(parts)}"
+    return f"output tok/s at {level_name(cell)} on {figures.model_title(model)}: {', '.join(parts)}"
