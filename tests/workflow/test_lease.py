@@ -155,7 +155,10 @@ def test_killed_watchdog_takes_the_server_along(lease, toy_engine, mark):
 def test_state_of_another_living_workflow_is_respected(lease, toy_engine, tmp_path):
     engine = toy_engine()
     state_of(call(lease("run", engine, *PRINT_STATE)))
-    program = "import os, subprocess, sys; os.environ['SPARKINFER_WORKFLOW_PID'] = str(os.getpid()); sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+    program = (
+        "import os, subprocess, sys; os.environ['SPARKINFER_WORKFLOW_PID'] = str(os.getpid());"
+        "sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program, *lease("run", engine, *PRINT_STATE)],
         capture_output=True,

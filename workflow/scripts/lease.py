@@ -21,12 +21,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "eval"), str(ROOT / "kernels")]
 
-from sparkinfer.errors import EnvironmentProblem, SparkinferError  # noqa: E402
 from sparkinfer_eval.lease import client  # noqa: E402
 from sparkinfer_eval.lease.run import INTERRUPTED, run  # noqa: E402
-from sparkinfer_eval.lease.state import ServerState, load_state  # noqa: E402
+from sparkinfer_eval.lease.state import ServerState, load_state, write_json  # noqa: E402
 from sparkinfer_eval.plan.engines import load_engine  # noqa: E402
 from sparkinfer_eval.report.failures import record_failure  # noqa: E402
+
+from sparkinfer.errors import EnvironmentProblem, SparkinferError  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,6 +39,9 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--owner-pid", type=int, help="process whose end stops the server (default: the workflow)")
     top.add_argument("--no-server", action="store_true", help="run: stop any held server, the command needs the device")
+    top.add_argument(
+        "--accept", type=int, nargs="+", default=[0], help="run: exit codes of the command that are no failure"
+    )
     server = top.add_argument_group("the server")
     server.add_argument("--engine", type=Path, help="engine file, config/engines/NAME.yaml")
     server.add_argument("--schema", type=Path, default=ROOT / "workflow" / "schemas" / "engine.schema.yaml")
@@ -52,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--source", type=Path, default=ROOT, help="source tree that the engine runs from")
     server.add_argument("--cache", type=Path, default=ROOT / "results" / "cache")
     server.add_argument("--log", type=Path, help="file for the server's output")
+    server.add_argument("--engine-digest", help="digest that the server has to report, or stands for when it has none")
+    server.add_argument("--facts", type=Path, help="file that gets the server's state, version and resolved settings")
     server.add_argument("--port", type=int, help="fixed port (default: a free one)")
     record = top.add_argument_group("where a failed attempt is noted")
     record.add_argument("--record", type=Path, metavar="RUN_FOLDER")
@@ -83,6 +89,7 @@ def wanted(args: argparse.Namespace) -> client.Wanted:
         cache=args.cache.absolute(),
         log=args.log.absolute(),
         port=args.port,
+        expected_digest=args.engine_digest,
     )
 
 
@@ -113,8 +120,12 @@ def run_command(args: argparse.Namespace, command: list[str]) -> int:
         else:
             state = client.acquire(args.folder, wanted(args), owner)
             print(f"server: {state.engine} {state.version} at {state.url}, log {state.log}", flush=True)
+            if args.facts is not None:
+                args.facts.parent.mkdir(parents=True, exist_ok=True)
+                write_json(args.facts, dataclasses.asdict(state))
         outcome = run(fill(command, state, args.folder), owner, args.folder, state, dict(os.environ))
-        code, reason = outcome.code, outcome.reason
+        accepted = outcome.code in args.accept and outcome.finished
+        code, reason = (0, None) if accepted else (outcome.code, outcome.reason)
     except SparkinferError as error:
         code, reason = error.exit_code, str(error)
     if reason is not None:

@@ -53,6 +53,7 @@ class Wanted:
     cache: Path
     log: Path
     port: int | None = None
+    expected_digest: str | None = None
     environ: dict[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
 
     def values(self, port: int) -> dict[str, str]:
@@ -209,10 +210,20 @@ def _start(folder: Path, wanted: Wanted, owner: ProcessId, waves: Iterable[WarmU
 
     seconds = wait_ready(url, wanted.engine, still_running)
     version, digest, info = ask_version(url, wanted.engine)
+    if digest is not None and wanted.expected_digest is not None and digest != wanted.expected_digest:
+        raise EnvironmentProblem(
+            f"the {wanted.engine.name} server runs other code ({digest}) than this run is named after "
+            f"({wanted.expected_digest}): the source has changed since the workflow started; start it again"
+        )
     warm_up(url, wanted.served_name, vocabulary_size(wanted.model), waves, wanted.max_model_len, still_running)
     state = require_running(folder, key)
     ready = dataclasses.replace(
-        state, status=READY, version=version, engine_digest=digest, info=info, ready_s=round(seconds, 2)
+        state,
+        status=READY,
+        version=version,
+        engine_digest=digest or wanted.expected_digest,
+        info=info,
+        ready_s=round(seconds, 2),
     )
     save_state(folder, ready)
     return ready

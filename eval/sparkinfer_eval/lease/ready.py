@@ -85,7 +85,7 @@ def warm_up(
 
     A wave that does not fit into the context is shortened to it. Raises EnvironmentProblem when a request fails.
     """
-    draw = random.Random("warm-up")  # noqa: S311 - shapes, not secrets
+    draw = random.Random("warm-up")
     sent = 0
     limits = httpx.Limits(max_connections=64)
     with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False, limits=limits) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import select
 import signal
@@ -24,18 +25,17 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the command ended. `reason` is one sentence, None when it succeeded."""
+    """How the command ended. `reason` is one sentence, None when it succeeded; `finished`: by itself, server alive."""
 
     code: int
     reason: str | None
+    finished: bool = False
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
     process.signal_group(child.pid, signal.SIGTERM)
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(3.0)
-    except subprocess.TimeoutExpired:
-        pass
     process.signal_group(child.pid, signal.SIGKILL)
     child.wait()
     process.kill_descendants()
@@ -135,4 +135,4 @@ def run(command: list[str], owner: ProcessId, folder: Path, state: ServerState |
             require_running(folder, state.key)
         except EnvironmentProblem as error:
             return Outcome(error.exit_code, f"the server ended while the job ran: {error}")
-    return Outcome(code, None) if code == 0 else Outcome(code if code > 0 else 1, output.reason(code))
+    return Outcome(0, None, True) if code == 0 else Outcome(code if code > 0 else 1, output.reason(code), code > 0)

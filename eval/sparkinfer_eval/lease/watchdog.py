@@ -80,11 +80,16 @@ def _wait_for_end(owner_fd: int, server_fd: int, wake_fd: int) -> str:
 def _daemonise(body: Callable[[Callable[[], None]], int]) -> int:
     """Run `body` in a detached child of init; returns 0 once it has called its argument, 1 when it ended before."""
     read, write = os.pipe()
+
+    def announce() -> None:
+        os.write(write, b"1")
+        os.close(write)
+
     if os.fork() == 0:
         os.close(read)
         code = 1
         try:
-            code = body(lambda: (os.write(write, b"1"), os.close(write))[0] and None)
+            code = body(announce)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -55,7 +55,7 @@ def _describe(error: jsonschema.ValidationError) -> list[str]:
 
 
 def validate(data: Any, schema_path: Path, source: str) -> None:
-    """Check `data` against a schema file. Raises ConfigError that lists every fault and, for an unknown key, the closest name."""
+    """Check `data` against a schema file. Raises ConfigError with every fault; an unknown key gets the closest name."""
     validator = jsonschema.Draft202012Validator(read_yaml(schema_path))
     faults: list[str] = []
     for error in sorted(validator.iter_errors(data), key=lambda e: [str(p) for p in e.absolute_path]):

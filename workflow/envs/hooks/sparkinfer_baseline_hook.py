@@ -1,8 +1,9 @@
 """Start-up hook of the baseline's environment: lets a torchvision without loadable operators be imported.
 
-vLLM's Qwen3.5 module imports torchvision for images. PyPI's torchvision is built for CUDA; beside a CPU torch its native
-operators do not load and `torch.library.register_fake("torchvision::nms")` raises at import. A text model calls none of
-these operators, so exactly those registrations are skipped, and only when the operator is missing. Nothing of vLLM changes.
+vLLM's Qwen3.5 module imports torchvision for images. PyPI's torchvision is built for CUDA; beside a CPU torch its
+native operators do not load and `torch.library.register_fake("torchvision::nms")` raises at import. A text model calls
+none of these operators, so exactly those registrations are skipped, and only when the operator is missing. Nothing of
+vLLM changes.
 
 `make_env.py` copies this file into the environment with a .pth file that imports it. Without a torchvision import it
 does nothing: the patch is applied when `torchvision` is first looked up.

@@ -1,0 +1,204 @@
+"""The plan of one run: engines, models, cells, order, and the name that follows from their identities.
+
+The name is version-profile-digest8. The digest covers the engines' identities and start commands, the models, the
+resolved cells and the baseline's pinned packages; there is no clock in it, so that the same inputs give the same run
+and changed code gives a new one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.errors import ConfigError
+from sparkinfer.identity import json_digest, short
+from sparkinfer_eval.cells import Cell, cell_digest, load_cells, longest_request, resolve_cells, resolve_scale
+from sparkinfer_eval.plan import identity
+from sparkinfer_eval.plan.engines import Engine, load_engine
+
+LOCK_OF = {"cpu": "vllm.txt", "cuda": "vllm-cuda.txt"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """One engine of a run. `identity` is what its name stands for; `tag` is set for an engine made from a release."""
+
+    engine: Engine
+    identity: Any
+    version: str
+    tag: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """`sha256:<hex>`: the identity itself for a source tree, otherwise of its JSON form."""
+        return self.identity if isinstance(self.identity, str) else json_digest(self.identity)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUse:
+    """One model of a run. `definition` says exactly what it is, before it exists."""
+
+    name: str
+    label: str
+    source: dict[str, Any]
+    dtype: str
+    max_model_len: int
+    random_weights: bool
+    definition: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that one target measures. `slots` is the order in which servers follow one another."""
+
+    target: str
+    run: str
+    version: str
+    profile: str
+    device: str
+    settings: dict[str, Any]
+    engines: dict[str, EngineUse]
+    models: dict[str, ModelUse]
+    cells: dict[str, Cell]
+    slots: tuple[tuple[int, str, int, str], ...]
+
+    def priority(self, block: int, model: str, rep: int, engine: str) -> int:
+        """Higher runs earlier: all cells of one server's slot come before those of the next."""
+        return len(self.slots) - self.slots.index((block, model, rep, engine))
+
+    def results(self, kind: str | None = None) -> list[str]:
+        """Relative paths of every raw result, optionally of one kind of cell (`closed`, `poisson`)."""
+        return [
+            f"results/{self.run}/b{block}/{engine}/{model}/{cell.id}/r{rep}/result.json"
+            for block, model, rep, engine in self.slots
+            for cell in self.cells.values()
+            if kind is None or cell.kind == kind
+        ]
+
+    def checks(self) -> list[str]:
+        """Relative paths of every check's JSON."""
+        return [
+            f"results/{self.run}/checks/{check}-{model}.json"
+            for check in self.settings["checks"]
+            for model in self.models
+        ]
+
+
+def _engine_use(root: Path, engine: Engine, device: str, image_digest: str | None) -> EngineUse | None:
+    """An engine with its identity; None for a release engine while there is no release."""
+    kind = engine.source["kind"]
+    if kind == "tree":
+        return EngineUse(engine, image_digest or identity.source_tree_digest(root), identity.project_version(root))
+    if kind == "tag":
+        tag = identity.release_tag(root, engine.source.get("tag_pattern", "v*"))
+        if tag is None:
+            return None
+        return EngineUse(engine, identity.tag_source_digest(root, tag), tag.removeprefix("v"), tag)
+    package = engine.source.get("packages", {}).get(device)
+    if package is None:
+        raise ConfigError(f"engine {engine.name} names no package for device {device}: add it under source.packages")
+    lock = root / "workflow" / "envs" / LOCK_OF[device]
+    version = identity.locked_version(lock, package)
+    return EngineUse(engine, {"package": package, "version": version, "lock": identity.file_digest(lock)}, version)
+
+
+def load_engines(root: Path, settings: Mapping[str, Any], image_digest: str | None) -> dict[str, EngineUse]:
+    """The run's engines by name. Raises ConfigError for a missing or malformed engine file."""
+    schema = root / "workflow" / "schemas" / "engine.schema.yaml"
+    folder = root / settings.get("engine_folder", "config/engines")
+    found = {}
+    for name in settings["engines"]:
+        use = _engine_use(root, load_engine(folder / f"{name}.yaml", schema), settings["device"], image_digest)
+        if use is not None:
+            found[name] = use
+    return found
+
+
+def _definition(root: Path, source: Mapping[str, Any], allow_missing: bool) -> dict[str, Any]:
+    """What a model is: generator, seed and size; or a folder's digest; or hub id and commit."""
+    if "generate" in source:
+        own = {"generate": source["generate"], "seed": source.get("seed", 0), "size": dict(source.get("size", {}))}
+        return {**own, "generator": identity.generator_digest(root)}
+    if "hub" in source:
+        return {"hub": source["hub"], "revision": source["revision"]}
+    folder = root / source["folder"]
+    if allow_missing and not folder.exists():
+        return {"missing": source["folder"]}
+    return {"digest": identity.folder_digest(folder, root / "results" / "cache" / "model-digests")}
+
+
+def load_models(
+    root: Path, settings: Mapping[str, Any], cells: Mapping[str, Cell], allow_missing: bool
+) -> dict[str, ModelUse]:
+    """The run's models by name. Raises ConfigError for a name given twice, a missing folder or too short a context."""
+    needed = longest_request(cells)
+    found: dict[str, ModelUse] = {}
+    for model in settings["models"]:
+        name = model["name"]
+        if name in found:
+            raise ConfigError(f"models: {name!r} is listed twice: give each its own name")
+        # A little more than the longest request, rounded up to a whole number of KV blocks.
+        length = model.get("max_model_len", -(-(needed + 32) // 16) * 16)
+        if length < needed:
+            raise ConfigError(
+                f"models: {name}: max_model_len is {length}, but the longest cell needs {needed}: raise it"
+            )
+        found[name] = ModelUse(
+            name=name,
+            label=model.get("label", name),
+            source=dict(model["source"]),
+            dtype=model["dtype"],
+            max_model_len=length,
+            random_weights=model.get("random_weights", "generate" in model["source"]),
+            definition=_definition(root, model["source"], allow_missing),
+        )
+    return found
+
+
+def _slots(
+    settings: Mapping[str, Any], engines: Mapping[str, EngineUse], models: Mapping[str, ModelUse]
+) -> tuple[tuple[int, str, int, str], ...]:
+    """(block, model, rep, engine) in running order; each block draws its own order of the engines."""
+    slots = []
+    for block in range(1, settings["blocks"] + 1):
+        order = list(engines)
+        random.Random(f"{settings['order_seed']}:{block}").shuffle(order)
+        slots += [(block, m, rep, e) for m in models for rep in range(1, settings["reps"] + 1) for e in order]
+    return tuple(slots)
+
+
+def make_plan(
+    root: Path, target: str, settings: dict[str, Any], image_digest: str | None = None, allow_missing: bool = False
+) -> Plan:
+    """The plan of one target. Raises ConfigError for settings that contradict each other or the files."""
+    document = load_cells(root / settings.get("cells_file", "config/cells.yaml"))
+    overrides = settings.get("scale_overrides", {})
+    cells = resolve_cells(document, settings["scale"], overrides)
+    engines = load_engines(root, settings, image_digest)
+    models = load_models(root, settings, cells, allow_missing)
+    version = identity.project_version(root)
+    # A smoke run says so in its name.
+    profile = settings["profile"] if target == "release" else f"{settings['profile']}-{target}"
+    named_by = {
+        "engines": {name: [use.identity, use.engine.raw] for name, use in engines.items()},
+        "models": {name: [m.definition, m.dtype, m.max_model_len] for name, m in models.items()},
+        "cells": {name: cell_digest(cell) for name, cell in cells.items()},
+        "design": [settings["blocks"], settings["reps"], settings["order_seed"], settings.get("prompt_seed", 1)],
+        "checks": settings["checks"],
+    }
+    resolved = {**settings, "resolved_scale": resolve_scale(document, settings["scale"], overrides)}
+    return Plan(
+        target=target,
+        run=f"{version}-{profile}-{short(json_digest(named_by))}",
+        version=version,
+        profile=profile,
+        device=settings["device"],
+        settings=resolved,
+        engines=engines,
+        models=models,
+        cells=cells,
+        slots=_slots(settings, engines, models),
+    )

@@ -1,0 +1,29 @@
+# Open-loop cells: Poisson arrivals, by the project's own load generator.
+
+
+rule arrivals:
+    input:
+        server=ancient(server_inputs),
+        prompts=ancient("results/{run}/prompts/{model}/b{block}/{cell}.jsonl"),
+        info=ancient("results/{run}/run.json"),
+        checks=ancient(checks_before_servers),
+    output:
+        result="results/{run}/b{block}/{engine}/{model}/{cell}/r{rep}/result.json",
+    log:
+        "results/{run}/logs/b{block}/{engine}-{model}-{cell}-r{rep}.log",
+    benchmark:
+        "results/{run}/benchmarks/b{block}/{engine}-{model}-{cell}-r{rep}.tsv"
+    wildcard_constraints:
+        cell=any_of(CELL_IDS["poisson"]),
+    priority: cell_priority
+    conda:
+        "../envs/engine.yaml"
+    threads: workflow.cores
+    resources:
+        gpu=1,
+    params:
+        server=server_options,
+        cell=cell_options,
+    shell:
+        ".venv/bin/python workflow/scripts/lease.py run {params.server:q} -- .venv/bin/python eval/run_cell.py {params.cell:q}"
+        " > {log} 2>&1"

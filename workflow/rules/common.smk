@@ -1,0 +1,275 @@
+"""What the rules share: the plan of each target and small functions that look things up in it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
+from snakemake_interface_executor_plugins.settings import ExecMode
+
+ROOT = Path(workflow.basedir)
+sys.path[:0] = [
+    str(ROOT / folder) for folder in (".", "eval", "kernels", "workflow/scripts")
+]
+
+from make_env import LOCKS
+from sparkinfer.errors import SparkinferError
+from sparkinfer_eval.plan.config import for_target, load_config
+from sparkinfer_eval.plan.engines import command
+from sparkinfer_eval.plan.run import make_plan
+
+PYTHON = ".venv/bin/python"
+ENVIRONMENTS = ("engine", "vllm", "aiperf")
+TARGETS = ("release", "smoke")
+IS_MAIN = workflow.exec_mode == ExecMode.DEFAULT
+
+
+def load_plans():
+    """The plan of each target by run name. A fault of the configuration ends the workflow with its sentence."""
+    try:
+        settings, why = load_config(
+            ROOT / "config" / "config.yaml",
+            ROOT / "config" / "profiles",
+            ROOT / "workflow" / "schemas" / "config.schema.yaml",
+            workflow.config_settings.overwrite_config,
+        )
+        image = os.environ.get("SPARKINFER_IMAGE_DIGEST") or None
+        found = {
+            target: make_plan(
+                ROOT, target, for_target(settings, target), image, workflow.dryrun
+            )
+            for target in TARGETS
+        }
+    except SparkinferError as error:
+        raise WorkflowError(str(error)) from error
+    if IS_MAIN:
+        logger.info(f"profile {settings['profile']} ({why})")
+    return found
+
+
+PLAN_OF = load_plans()
+PLANS = {plan.run: plan for plan in PLAN_OF.values()}
+ENGINES = {
+    name: chosen for plan in PLANS.values() for name, chosen in plan.engines.items()
+}
+MODELS = {name: model for plan in PLANS.values() for name, model in plan.models.items()}
+CELL_IDS = {
+    kind: [
+        c for p in PLANS.values() for c, cell in p.cells.items() if cell.kind == kind
+    ]
+    for kind in ("closed", "poisson")
+}
+
+if IS_MAIN:
+    # The lease's watchdog watches this process: when it is gone, the server it holds is killed.
+    os.environ.update(SPARKINFER_WORKFLOW_PID=str(os.getpid()))
+
+
+def any_of(values):
+    """A regular expression that matches exactly the given texts."""
+    import re
+
+    return "|".join(sorted({re.escape(str(value)) for value in values})) or "(?!)"
+
+
+wildcard_constraints:
+    run=any_of(PLANS),
+    engine=any_of(ENGINES),
+    model=any_of(MODELS),
+    block=r"\d+",
+    rep=r"\d+",
+
+
+def environment_record(name):
+    """The file that says that an environment is complete."""
+    return f"results/environments/{name}.json"
+
+
+def environment_locks(wildcards):
+    """The hashed locks that an environment is made from."""
+    return [
+        f"workflow/envs/{lock}"
+        for lock in LOCKS[wildcards.name, PLAN_OF["release"].device]
+    ]
+
+
+def environment_python(name):
+    """The interpreter of an environment."""
+    return PYTHON if name == "engine" else f".venvs/{name}/bin/python"
+
+
+def target_files(target):
+    """What a target asks for: the report and the verdict on it."""
+    run = PLAN_OF[target].run
+    return [f"reports/{run}/report.json", f"results/{run}/verdict.json"]
+
+
+def plan_of(wildcards):
+    """The plan that a job belongs to."""
+    return PLANS[wildcards.run]
+
+
+def engine_source(name):
+    """The folder that an engine's server runs from; None for one that lives in its environment."""
+    chosen = ENGINES[name]
+    if chosen.engine.source["kind"] == "lock":
+        return None
+    return f"results/engines/{name}-{chosen.digest.removeprefix('sha256:')[:12]}"
+
+
+def server_inputs(wildcards):
+    """What must exist before a server can be started: environments, model, engine source."""
+    chosen = ENGINES[wildcards.engine]
+    files = [
+        environment_record(name)
+        for name in ("engine", "aiperf", chosen.engine.environment)
+    ]
+    source = engine_source(wildcards.engine)
+    return [*dict.fromkeys(files), f"results/models/{wildcards.model}.json"] + (
+        [f"{source}.json"] if source else []
+    )
+
+
+def server_options(wildcards):
+    """Options of lease.py for a job's server."""
+    plan = plan_of(wildcards)
+    chosen = plan.engines[wildcards.engine]
+    model = plan.models[wildcards.model]
+    session = f"b{wildcards.block}-r{wildcards.rep}"
+    options = {
+        "engine": f"{plan.settings.get('engine_folder', 'config/engines')}/{wildcards.engine}.yaml",
+        "python": environment_python(chosen.engine.environment),
+        "model": f"results/models/{model.name}",
+        "served-name": model.name,
+        "device": plan.device,
+        "dtype": model.dtype,
+        "max-model-len": model.max_model_len,
+        "session": session,
+        "engine-digest": chosen.digest,
+        "log": f"results/{plan.run}/logs/servers/{wildcards.engine}-{model.name}-{session}.log",
+        "facts": f"results/{plan.run}/servers/{wildcards.engine}-{model.name}-{session}.json",
+        "record": f"results/{plan.run}",
+        "engine-name": wildcards.engine,
+        "model-name": model.name,
+        "cell": wildcards.cell,
+        "block": wildcards.block,
+        "rep": wildcards.rep,
+    }
+    if engine_source(wildcards.engine):
+        options["source"] = engine_source(wildcards.engine)
+    if plan.settings.get("port"):
+        options["port"] = plan.settings["port"]
+    return [
+        item for name, value in options.items() for item in (f"--{name}", str(value))
+    ]
+
+
+def checks_before_servers(wildcards):
+    """Checks need the device without a server on it, so they come first."""
+    return plan_of(wildcards).checks()
+
+
+def cell_options(wildcards):
+    """Options of eval/run_cell.py for a job."""
+    plan = plan_of(wildcards)
+    cell = plan.cells[wildcards.cell]
+    folder = f"results/{plan.run}/b{wildcards.block}/{wildcards.engine}/{wildcards.model}/{wildcards.cell}/r{wildcards.rep}"
+    options = {
+        "run": plan.run,
+        "block": wildcards.block,
+        "engine": wildcards.engine,
+        "engine-version": "{version}",
+        "engine-digest": "{engine_digest}",
+        "model": f"results/models/{wildcards.model}",
+        "model-name": wildcards.model,
+        "url": "{url}",
+        "served-name": "{served_name}",
+        "rep": wildcards.rep,
+        "cell": wildcards.cell,
+        "cells": plan.settings.get("cells_file", "config/cells.yaml"),
+        "scale": plan.settings["scale"],
+        "overrides": json.dumps(plan.settings.get("scale_overrides", {})),
+        "prompts": f"results/{plan.run}/prompts/{wildcards.model}/b{wildcards.block}/{wildcards.cell}.jsonl",
+        "out": folder,
+    }
+    return [
+        item for name, value in options.items() for item in (f"--{name}", str(value))
+    ]
+
+
+def cell_priority(wildcards):
+    """All cells of one server follow one another, and servers in the plan's order."""
+    slot = (int(wildcards.block), wildcards.model, int(wildcards.rep), wildcards.engine)
+    return 10 + plan_of(wildcards).priority(*slot)
+
+
+def declaration(wildcards):
+    """The run's declaration for run.json; digests of models are filled in when they exist."""
+    plan = plan_of(wildcards)
+    marks = {
+        "python": "python",
+        "served_name": "NAME",
+        "port": "PORT",
+        "device": plan.device,
+        "seed": "0",
+    }
+    model = next(iter(plan.models.values()))
+    values = {
+        **marks,
+        "model": f"results/models/{model.name}",
+        "dtype": model.dtype,
+        "cache": "results/cache",
+    }
+    values |= {"max_model_len": str(model.max_model_len), "source": "SOURCE"}
+    engines = []
+    for name, chosen in plan.engines.items():
+        argv, env = command(chosen.engine, plan.device, values, environ={})
+        label = f"{chosen.engine.title} {chosen.version}"
+        engines.append(
+            {
+                "name": name,
+                "label": label,
+                "version": chosen.version,
+                "digest": chosen.digest,
+                "command": argv,
+                "environment": env,
+            }
+        )
+    settings = plan.settings
+    models = [
+        {
+            "name": m.name,
+            "label": m.label,
+            "dtype": m.dtype,
+            "random_weights": m.random_weights,
+            "source": json.dumps(m.source, sort_keys=True),
+            "definition": m.definition,
+        }
+        for m in plan.models.values()
+    ]
+    return {
+        "run": plan.run,
+        "version": plan.version,
+        "profile": plan.profile,
+        "scale": {
+            "statement": settings.get("scale_statement", f"Scale {settings['scale']}."),
+            "full": settings["scale"] == "full" and not settings.get("scale_overrides"),
+            "settings": settings["resolved_scale"],
+        },
+        "engines": engines,
+        "models": models,
+        "cells": list(plan.cells),
+        "checks": settings["checks"],
+        "blocks": settings["blocks"],
+        "reps": settings["reps"],
+        "commands": [{"name": f"this {plan.target}", "command": ["make", plan.target]}],
+    }
+
+
+def finish():
+    """At the workflow's end: stop the server that is held, and name what failed."""
+    if Path(PYTHON).exists():
+        subprocess.run([PYTHON, "workflow/scripts/lease.py", "stop"], check=False)

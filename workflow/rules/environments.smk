@@ -1,0 +1,45 @@
+# Virtual environments from hashed locks, and the source that an engine's server runs from.
+
+
+rule environment:
+    input:
+        environment_locks,
+    output:
+        record="results/environments/{name}.json",
+    log:
+        "results/logs/environments/{name}.log",
+    benchmark:
+        "results/benchmarks/environments/{name}.tsv"
+    wildcard_constraints:
+        name=any_of(ENVIRONMENTS),
+    priority: 1000
+    conda:
+        "../envs/snakemake.yaml"
+    params:
+        device=PLAN_OF["release"].device,
+    shell:
+        "( python3 workflow/scripts/make_env.py {wildcards.name} --device {params.device} --record {output.record} )"
+        " 2>&1 | tee {log}"
+
+
+rule engine_source:
+    input:
+        ancient(environment_record("engine")),
+    output:
+        record="results/engines/{engine}-{digest}.json",
+    log:
+        "results/logs/engines/{engine}-{digest}.log",
+    benchmark:
+        "results/benchmarks/engines/{engine}-{digest}.tsv"
+    wildcard_constraints:
+        digest="[0-9a-f]{12}",
+    priority: 900
+    conda:
+        "../envs/engine.yaml"
+    params:
+        digest=lambda w: ENGINES[w.engine].digest,
+        tag=lambda w: f"--tag {ENGINES[w.engine].tag}" if ENGINES[w.engine].tag else "",
+        folder=lambda w, output: output.record.removesuffix(".json"),
+    shell:
+        ".venv/bin/python workflow/scripts/engine_source.py {params.folder} --digest {params.digest} {params.tag} > {log} 2>&1"
+        ' && echo \'{{"digest": "{params.digest}"}}\' > {output.record}'
