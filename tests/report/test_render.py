@@ -346,3 +346,14 @@ def test_command_line_returns_2_and_names_the_file(raw_run, tmp_path):
     assert "result.json is corrupt" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_the_documented_check_by_hand_gives_the_reported_numbers(raw_run, render):
+    report = render(raw_run())
+    page = (REPOSITORY / "docs" / "report.md").read_text()
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0].replace("reports/<run>", str(report))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ttft, rate = (float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines())
+    row = row_of((report / "CHANGELOG.md").read_text(), "16 chats: sparkinfer 0.1.0")
+    assert row[1].split(" / ")[0] == f"{ttft:.1f}"
+    assert row[2] == f"{rate:,.0f}"
