@@ -1,7 +1,7 @@
 """A registry client over plain HTTP calls (distribution-spec 1.1): push without changing a byte, attach, pull.
 
 Loopback registries are spoken to over HTTP, all others over HTTPS. Credentials, where a registry wants them, come
-from SPARKINFER_REGISTRY_USER and SPARKINFER_REGISTRY_PASSWORD; without them access is anonymous.
+from ATTEST_REGISTRY_USER and ATTEST_REGISTRY_PASSWORD; without them access is anonymous.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Registry:
 
     def _login(self, answer: httpx.Response) -> bool:
         kind, _, rest = answer.headers.get("www-authenticate", "").partition(" ")
-        user, password = os.environ.get("SPARKINFER_REGISTRY_USER"), os.environ.get("SPARKINFER_REGISTRY_PASSWORD")
+        user, password = os.environ.get("ATTEST_REGISTRY_USER"), os.environ.get("ATTEST_REGISTRY_PASSWORD")
         basic = httpx.BasicAuth(user, password) if user and password and not self._anonymous else None
         if kind.lower() == "basic" and basic:
             self._http.auth = basic

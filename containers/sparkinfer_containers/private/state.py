@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 
-STATE_SETTING = "SPARKINFER_ATTEST_STATE"
+STATE_SETTING = "ATTEST_STATE"
 NOTICE = """\
 Keys and log of a private sigstore instance of sparkinfer: test and air-gap equipment.
 Signatures made with it prove integrity, not identity. Keep this folder to its owner:
@@ -24,7 +24,7 @@ others need trusted_root.json only.
 
 
 def default_folder() -> Path:
-    """`$SPARKINFER_ATTEST_STATE`, else `sparkinfer/attest` under the XDG state directory."""
+    """`$ATTEST_STATE`, else `sparkinfer/attest` under the XDG state directory."""
     named = os.environ.get(STATE_SETTING)
     if named:
         return Path(named)

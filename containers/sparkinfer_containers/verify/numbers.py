@@ -62,7 +62,7 @@ def rebuild(folder: Path, report: dict[str, Any]) -> Figures:
     checks = [CheckOutput(item["check"], item["model"], item["output"]) for item in report["checks"]]
     fields = [field.name for field in dataclasses.fields(Missing)]
     missing = [Missing(**{name: item[name] for name in fields}) for item in report["missing"]]
-    return Figures(RunData(info, measurements, checks, missing, []))
+    return Figures(RunData(info, measurements, checks, missing, failures=[], servers=report.get("servers", [])))
 
 
 def _same(published: object, derived: object) -> bool:

@@ -1,0 +1,85 @@
+"""What the container starts: find the model, then become `sparkinfer serve` (or the sub-command given).
+
+Environment: SPARKINFER_MODEL (a folder, or OWNER/NAME on the hub), SPARKINFER_MODEL_REVISION (the hub commit, 40 hex
+digits), SPARKINFER_HOST, SPARKINFER_PORT. All other SPARKINFER_* variables are the engine's settings and pass through.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
+
+MODELS = Path("/models")
+OWN = ("SPARKINFER_MODEL", "SPARKINFER_MODEL_REVISION", "SPARKINFER_HOST", "SPARKINFER_PORT")
+_HUB_ID = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+\Z")
+_COMMIT = re.compile(r"[0-9a-f]{40}\Z")
+
+
+def find_model(name: str, revision: str, models: Path = MODELS) -> Path:
+    """The model's folder: given, or fetched into `models` at a pinned revision. Raises ConfigError."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    if name.startswith("/") or not _HUB_ID.match(name):
+        raise ConfigError(
+            f"SPARKINFER_MODEL={name!r} is no folder in this container: mount one "
+            f"(-v /path/to/model:{MODELS}/name:ro), "
+            "or name a hub model as OWNER/NAME with SPARKINFER_MODEL_REVISION"
+        )
+    if not _COMMIT.match(revision):
+        raise ConfigError(
+            f"SPARKINFER_MODEL={name} is fetched at a pinned revision only: set SPARKINFER_MODEL_REVISION to the "
+            f"model's commit (40 hexadecimal digits), not {revision!r}"
+        )
+    return fetch_model(name, revision, models)
+
+
+def fetch_model(name: str, revision: str, models: Path) -> Path:
+    """Fetch a hub model once; a later start finds it. Raises EnvironmentProblem when it cannot be had."""
+    target = models / f"{name.replace('/', '--')}@{revision[:12]}"
+    marker = target / ".complete"
+    if marker.is_file():
+        return target
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        snapshot_download(name, revision=revision, local_dir=target)
+        marker.touch()
+    except (HfHubHTTPError, OSError) as error:
+        raise EnvironmentProblem(
+            f"{name} at {revision} could not be fetched into {models} ({error}): check the network and that the volume "
+            "is writable for the container's user, or mount the model"
+        ) from error
+    return target
+
+
+def arguments(given: Sequence[str], environment: MutableMapping[str, str], models: Path = MODELS) -> list[str]:
+    """Arguments for `sparkinfer`; takes this module's own variables out of `environment`."""
+    own = {name: environment.pop(name, "") for name in OWN}
+    if given and not given[0].startswith("-"):
+        return list(given)
+    if not own["SPARKINFER_MODEL"]:
+        raise ConfigError(f"SPARKINFER_MODEL is not set: a folder under {MODELS}, or OWNER/NAME on the hub")
+    model = find_model(own["SPARKINFER_MODEL"], own["SPARKINFER_MODEL_REVISION"], models)
+    host, port = own["SPARKINFER_HOST"] or "0.0.0.0", own["SPARKINFER_PORT"] or "8000"
+    return ["serve", str(model), "--host", host, "--port", port, *given]
+
+
+def main() -> None:
+    """Entry point: replaces this process by the engine's, so that signals from init reach it."""
+    try:
+        chosen = arguments(sys.argv[1:], os.environ)
+    except SparkinferError as error:
+        print(f"sparkinfer container: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    os.execv(sys.executable, [sys.executable, "-m", "sparkinfer.cli", *chosen])
+
+
+if __name__ == "__main__":
+    main()

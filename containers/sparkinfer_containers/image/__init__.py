@@ -1,0 +1,1 @@
+"""Build the release image reproducibly: locked Debian packages, hashed wheels, the project's wheel, an OCI layout."""

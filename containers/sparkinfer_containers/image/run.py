@@ -1,0 +1,74 @@
+"""Run an image without a container daemon: unpack it, start it under bubblewrap with a read-only root."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparkinfer_containers.image.tools import need
+from sparkinfer_containers.oci.layers import unpack
+from sparkinfer_containers.oci.model import CONFIG, MANIFEST_LIMIT, Descriptor, parse_object
+from sparkinfer_containers.verify.image import Source
+
+
+def unpack_image(source: Source, digest: str, target: Path) -> dict[str, Any]:
+    """Unpack an image to `target/root` and write its config to `target/config.json`; returns the config.
+
+    Every blob is checked against its digest and every layer entry before anything is written. Reuses a complete
+    earlier unpacking of the same digest.
+    """
+    marker = target / "digest"
+    if marker.is_file() and marker.read_text(encoding="ascii") == digest:
+        ready: dict[str, Any] = json.loads((target / "config.json").read_text(encoding="utf-8"))
+        return ready
+    shutil.rmtree(target, ignore_errors=True)
+    manifest = parse_object(source.manifest(digest), digest)
+    described = Descriptor.from_json(manifest["config"], digest)
+    config = parse_object(source.read(Descriptor(CONFIG, described.digest, described.size), MANIFEST_LIMIT), "config")
+    layers = [Descriptor.from_json(item, digest) for item in manifest["layers"]]
+    unpack([(layer.digest, source.blob_file(layer)) for layer in layers], target / "root")
+    (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    marker.write_text(digest, encoding="ascii")
+    return config
+
+
+def command(
+    unpacked: Path,
+    digest: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    models: Path | None = None,
+    arguments: Sequence[str] = (),
+    entrypoint: Sequence[str] | None = None,
+) -> list[str]:
+    """The bubblewrap command that runs an unpacked image as its config says.
+
+    Root read-only, `/tmp` in memory, non-root user, own process space with the image's init as PID 1, the host's
+    network (loopback), and no other file of the host but the `models` folder (read-only, at /models).
+    `SPARKINFER_IMAGE_DIGEST` names the image to the server.
+    """
+    config = json.loads((unpacked / "config.json").read_text(encoding="utf-8"))["config"]
+    user, _, group = config["User"].partition(":")
+    made = [need("bwrap"), "--ro-bind", str(unpacked / "root"), "/", "--dev", "/dev", "--proc", "/proc"]
+    made += ["--tmpfs", "/tmp", "--unshare-user", "--uid", user, "--gid", group, "--unshare-pid", "--as-pid-1"]
+    made += ["--unshare-ipc", "--unshare-uts", "--hostname", "sparkinfer", "--die-with-parent", "--new-session"]
+    made += ["--clearenv", "--chdir", config["WorkingDir"]]
+    if models is not None:
+        made += ["--ro-bind", str(models.resolve()), "/models"]
+    variables = dict(item.split("=", 1) for item in config["Env"])
+    variables |= {"SPARKINFER_IMAGE_DIGEST": digest, **(environment or {})}
+    for name, value in variables.items():
+        made += ["--setenv", name, value]
+    return [*made, "--", *(entrypoint if entrypoint is not None else config["Entrypoint"]), *arguments]
+
+
+def start(unpacked: Path, digest: str, log: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start the image in the background, its output in `log`. The caller ends it with SIGTERM."""
+    with log.open("ab") as handle:
+        return subprocess.Popen(
+            command(unpacked, digest, **options), stdout=handle, stderr=handle, stdin=subprocess.DEVNULL
+        )

@@ -1,0 +1,178 @@
+"""Python packages of the image: locked wheels, and the project's own wheel built from a commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkinfer.errors import ConfigError, EnvironmentProblem
+from sparkinfer.identity import file_sha256
+from sparkinfer_containers.image.settings import Recipe
+from sparkinfer_containers.image.tools import need, run
+
+PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64",
+             "manylinux2014_x86_64", "manylinux1_x86_64", "linux_x86_64")  # fmt: skip
+"""Platforms that Debian 12 (glibc 2.36) runs."""
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "sparkinfer", "kernels", "eval", "containers")
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>\S+) --hash=sha256:(?P<digest>[0-9a-f]{64})\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """One locked wheel."""
+
+    name: str
+    version: str
+    sha256: str
+
+
+def read_lock(path: Path) -> list[Wheel]:
+    """The wheels of a lock (`name==version --hash=sha256:...` lines). Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}): make it with `make relock`") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.match(line)
+        if match is None:
+            raise ConfigError(f"{path}:{number}: not a locked wheel: expected name==version --hash=sha256:...")
+        found.append(Wheel(match["name"], match["version"], match["digest"]))
+    return found
+
+
+def _target_options(recipe: Recipe) -> list[str]:
+    digits = recipe.python.replace(".", "")
+    options = ["--only-binary=:all:", "--implementation=cp", f"--python-version={recipe.python}"]
+    options += [f"--abi={abi}" for abi in (f"cp{digits}", "abi3", "none")]
+    return options + [f"--platform={platform}" for platform in PLATFORMS]
+
+
+def _pip() -> list[str]:
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+
+def _torch_index() -> list[str]:
+    index = os.environ.get("TORCH_INDEX")
+    return [f"--extra-index-url={index}"] if index else []
+
+
+def fetch(recipe: Recipe, cache: Path) -> dict[str, Path]:
+    """Every locked wheel in `cache`, by digest. Raises EnvironmentProblem when pip cannot get one."""
+    cache.mkdir(parents=True, exist_ok=True)
+    wanted = read_lock(recipe.python_lock)
+    have = {file_sha256(path): path for path in cache.glob("*.whl")}
+    if any(wheel.sha256 not in have for wheel in wanted):
+        command = [*_pip(), "download", "--no-deps", "--require-hashes", f"--dest={cache}", f"--find-links={cache}"]
+        run([*command, *_torch_index(), *_target_options(recipe), f"--requirement={recipe.python_lock}"])
+        have = {file_sha256(path): path for path in cache.glob("*.whl")}
+    missing = [wheel.name for wheel in wanted if wheel.sha256 not in have]
+    if missing:
+        raise EnvironmentProblem(f"wheels with the locked digest are not to be had: {', '.join(missing)}")
+    return {wheel.sha256: have[wheel.sha256] for wheel in wanted}
+
+
+def install(recipe: Recipe, files: dict[str, Path], target: Path, work: Path) -> dict[str, str]:
+    """Install wheels into `target` without compiling, less what the recipe omits.
+
+    Returns omitted path -> reason. `bin/` is dropped with its RECORD lines: its scripts name the build's interpreter.
+    """
+    lock = work / "wheels.txt"
+    lock.write_text("".join(f"{path}\n" for _, path in sorted(files.items())), encoding="utf-8")
+    command = [*_pip(), "install", "--no-compile", "--no-deps", "--no-index", f"--target={target}"]
+    run([*command, "--ignore-requires-python", *_target_options(recipe), f"--requirement={lock}"])
+    shutil.rmtree(target / "bin", ignore_errors=True)
+    for record in target.glob("*.dist-info/RECORD"):
+        kept = [line for line in record.read_text().splitlines() if not line.startswith(("../", "bin/"))]
+        record.write_text("\n".join(sorted(kept)) + "\n", encoding="utf-8")
+    for leftover in target.glob("*.dist-info/direct_url.json"):
+        leftover.unlink()  # names the cache folder of this build
+        _forget(leftover)
+    return omit(target, recipe.omit)
+
+
+def _forget(path: Path) -> None:
+    record = path.with_name("RECORD")
+    name = f"{path.parent.name}/{path.name},"
+    kept = [line for line in record.read_text().splitlines() if not line.startswith(name)]
+    record.write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+
+def omit(target: Path, patterns: dict[str, str]) -> dict[str, str]:
+    """Delete what the patterns name; returns path -> reason for what was there."""
+    gone = {}
+    for pattern, reason in patterns.items():
+        for path in sorted(target.glob(pattern)):
+            gone[path.relative_to(target).as_posix()] = reason
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return gone
+
+
+def commit_of(repository: Path) -> tuple[str, int]:
+    """Commit id and commit time (unix seconds) of the checkout's HEAD."""
+    shown = run([need("git"), "-C", str(repository), "show", "-s", "--format=%H %ct", "HEAD"]).split()
+    return shown[0], int(shown[1])
+
+
+def project_wheel(repository: Path, epoch: int, work: Path) -> Path:
+    """The project's wheel, built from the committed files of HEAD: nothing of the working tree gets in."""
+    source, output = work / "source", work / "wheel"
+    source.mkdir(parents=True)
+    archive = work / "source.tar"
+    listed = run([need("git"), "-C", str(repository), "ls-tree", "--name-only", "HEAD"]).splitlines()
+    parts = [part for part in SOURCES if part in listed]
+    run(["git", "-C", str(repository), "archive", f"--output={archive}", "HEAD", "--", *parts])
+    shutil.unpack_archive(archive, source, filter="data")
+    command = [*_pip(), "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", f"--wheel-dir={output}", "."]
+    run(command, cwd=source, extra={"SOURCE_DATE_EPOCH": str(epoch), "PYTHONHASHSEED": "0"})
+    (made,) = output.glob("*.whl")
+    return made
+
+
+def relock(recipe: Recipe, repository: Path) -> list[Wheel]:
+    """Resolve the variant's Python packages within the project's own locks; one wheel each."""
+    pins = repository / "workflow" / "envs"
+    command = [*_pip(), "install", "--dry-run", "--ignore-installed", "--quiet", "--report=-", "--target=/nonexistent"]
+    command += [*_torch_index(), *_target_options(recipe)]
+    constraint = [pin for name in recipe.variant.constraints for pin in _pins(pins / name)]
+    with_pins = pins.parent / ".image-constraints"
+    try:
+        with_pins.write_text("\n".join(_unique(constraint)) + "\n", encoding="utf-8")
+        text = run([*command, f"--constraint={with_pins}", *recipe.variant.python])
+    finally:
+        with_pins.unlink(missing_ok=True)
+    found = []
+    for item in json.loads(text)["install"]:
+        digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
+        found.append(Wheel(item["metadata"]["name"], item["metadata"]["version"], digest))
+    return sorted(found, key=lambda wheel: wheel.name.lower())
+
+
+def _pins(path: Path) -> list[str]:
+    """`name==version` of a hashed lock, hashes and markers left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [
+        line.split(";")[0].split("\\")[0].strip() for line in lines if "==" in line and not line.startswith((" ", "#"))
+    ]
+
+
+def _unique(pins: list[str]) -> list[str]:
+    """The first pin of every package: earlier locks win."""
+    chosen: dict[str, str] = {}
+    for pin in pins:
+        chosen.setdefault(pin.split("==")[0].lower().replace("_", "-"), pin)
+    return list(chosen.values())
+
+
+def write_lock(wheels: list[Wheel], path: Path, variant: str) -> None:
+    """Write a wheel lock."""
+    head = f"# Wheels of the {variant} image; made by `make relock`, resolved within workflow/envs/.\n"
+    lines = [f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}\n" for wheel in wheels]
+    path.write_text(head + "".join(lines), encoding="utf-8")
