@@ -25,5 +25,5 @@ rule arrivals:
         server=server_options,
         cell=cell_options,
     shell:
-        ".venv/bin/python workflow/scripts/lease.py run {params.server:q} -- .venv/bin/python eval/run_cell.py {params.cell:q}"
+        ".venv/bin/python workflow/scripts/lease.py run {params.server:q} -- .venv/bin/python eval/spec_open_arrivals.py {params.cell:q}"
         " > {log} 2>&1"

@@ -4,7 +4,7 @@
 
 rule check:
     input:
-        model=ancient("results/models/{model}.json"),
+        model=ancient(model_manifest),
     output:
         "results/{run}/checks/{check}-{model}.json",
     log:

@@ -38,15 +38,24 @@ def load_plans():
         )
         image = os.environ.get("SPARKINFER_IMAGE_DIGEST") or None
         found = {
-            target: make_plan(
-                ROOT, target, for_target(settings, target), image, workflow.dryrun
-            )
+            target: make_plan(ROOT, target, for_target(settings, target), image)
             for target in TARGETS
         }
     except SparkinferError as error:
         raise WorkflowError(str(error)) from error
     if IS_MAIN:
         logger.info(f"profile {settings['profile']} ({why})")
+        for folder in sorted(
+            {
+                m.definition["missing"]
+                for p in found.values()
+                for m in p.models.values()
+                if "missing" in m.definition
+            }
+        ):
+            logger.warning(
+                f"the model folder {folder} does not exist: a run will stop there, a dry run goes on"
+            )
     return found
 
 
@@ -55,7 +64,11 @@ PLANS = {plan.run: plan for plan in PLAN_OF.values()}
 ENGINES = {
     name: chosen for plan in PLANS.values() for name, chosen in plan.engines.items()
 }
-MODELS = {name: model for plan in PLANS.values() for name, model in plan.models.items()}
+MODELS = {
+    (name, model.short_digest): model
+    for plan in PLANS.values()
+    for name, model in plan.models.items()
+}
 CELL_IDS = {
     kind: [
         c for p in PLANS.values() for c, cell in p.cells.items() if cell.kind == kind
@@ -78,22 +91,29 @@ def any_of(values):
 wildcard_constraints:
     run=any_of(PLANS),
     engine=any_of(ENGINES),
-    model=any_of(MODELS),
+    model=any_of(name for name, _ in MODELS),
     block=r"\d+",
     rep=r"\d+",
 
 
+def model_folder(model):
+    """A model's folder. Its name says exactly which model it is, so that another definition is another folder."""
+    return f"results/models/{model.name}-{model.short_digest}"
+
+
+def model_manifest(wildcards):
+    """The file that says that a job's model is in place."""
+    return f"{model_folder(plan_of(wildcards).models[wildcards.model])}.json"
+
+
 def environment_record(name):
     """The file that says that an environment is complete."""
-    return f"results/environments/{name}.json"
+    return f"results/environments/{PLAN_OF['release'].device}/{name}.json"
 
 
 def environment_locks(wildcards):
     """The hashed locks that an environment is made from."""
-    return [
-        f"workflow/envs/{lock}"
-        for lock in LOCKS[wildcards.name, PLAN_OF["release"].device]
-    ]
+    return [f"workflow/envs/{lock}" for lock in LOCKS[wildcards.name, wildcards.device]]
 
 
 def environment_python(name):
@@ -128,7 +148,7 @@ def server_inputs(wildcards):
         for name in ("engine", "aiperf", chosen.engine.environment)
     ]
     source = engine_source(wildcards.engine)
-    return [*dict.fromkeys(files), f"results/models/{wildcards.model}.json"] + (
+    return [*dict.fromkeys(files), model_manifest(wildcards)] + (
         [f"{source}.json"] if source else []
     )
 
@@ -142,7 +162,7 @@ def server_options(wildcards):
     options = {
         "engine": f"{plan.settings.get('engine_folder', 'config/engines')}/{wildcards.engine}.yaml",
         "python": environment_python(chosen.engine.environment),
-        "model": f"results/models/{model.name}",
+        "model": model_folder(model),
         "served-name": model.name,
         "device": plan.device,
         "dtype": model.dtype,
@@ -183,7 +203,7 @@ def cell_options(wildcards):
         "engine": wildcards.engine,
         "engine-version": "{version}",
         "engine-digest": "{engine_digest}",
-        "model": f"results/models/{wildcards.model}",
+        "model": model_folder(plan.models[wildcards.model]),
         "model-name": wildcards.model,
         "url": "{url}",
         "served-name": "{served_name}",
@@ -219,7 +239,7 @@ def declaration(wildcards):
     model = next(iter(plan.models.values()))
     values = {
         **marks,
-        "model": f"results/models/{model.name}",
+        "model": model_folder(model),
         "dtype": model.dtype,
         "cache": "results/cache",
     }
@@ -247,6 +267,7 @@ def declaration(wildcards):
             "random_weights": m.random_weights,
             "source": json.dumps(m.source, sort_keys=True),
             "definition": m.definition,
+            "folder": model_folder(m),
         }
         for m in plan.models.values()
     ]

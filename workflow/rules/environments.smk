@@ -5,20 +5,19 @@ rule environment:
     input:
         environment_locks,
     output:
-        record="results/environments/{name}.json",
+        record="results/environments/{device}/{name}.json",
     log:
-        "results/logs/environments/{name}.log",
+        "results/logs/environments/{device}-{name}.log",
     benchmark:
-        "results/benchmarks/environments/{name}.tsv"
+        "results/benchmarks/environments/{device}-{name}.tsv"
     wildcard_constraints:
         name=any_of(ENVIRONMENTS),
+        device=any_of({plan.device for plan in PLANS.values()}),
     priority: 1000
     conda:
         "../envs/snakemake.yaml"
-    params:
-        device=PLAN_OF["release"].device,
     shell:
-        "( python3 workflow/scripts/make_env.py {wildcards.name} --device {params.device} --record {output.record} )"
+        "( python3 workflow/scripts/make_env.py {wildcards.name} --device {wildcards.device} --record {output.record} )"
         " 2>&1 | tee {log}"
 
 

@@ -5,17 +5,21 @@ rule model:
     input:
         ancient(environment_record("engine")),
     output:
-        manifest="results/models/{model}.json",
+        manifest="results/models/{model}-{digest}.json",
     log:
-        "results/logs/models/{model}.log",
+        "results/logs/models/{model}-{digest}.log",
     benchmark:
-        "results/benchmarks/models/{model}.tsv"
+        "results/benchmarks/models/{model}-{digest}.tsv"
+    wildcard_constraints:
+        digest="[0-9a-f]{8}",
     priority: 900
     conda:
         "../envs/engine.yaml"
     params:
-        source=lambda w: json.dumps(MODELS[w.model].source),
-        definition=lambda w: json.dumps(MODELS[w.model].definition, sort_keys=True),
+        source=lambda w: json.dumps(MODELS[w.model, w.digest].source),
+        definition=lambda w: json.dumps(
+            MODELS[w.model, w.digest].definition, sort_keys=True
+        ),
         folder=lambda w, output: output.manifest.removesuffix(".json"),
     shell:
         ".venv/bin/python workflow/scripts/get_model.py --source {params.source:q} --definition {params.definition:q}"
@@ -24,7 +28,7 @@ rule model:
 
 rule prompts:
     input:
-        model=ancient("results/models/{model}.json"),
+        model=ancient(model_manifest),
     output:
         prompts="results/{run}/prompts/{model}/b{block}/{cell}.jsonl",
         meta="results/{run}/prompts/{model}/b{block}/{cell}.meta.json",

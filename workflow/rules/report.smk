@@ -4,7 +4,7 @@
 rule run_info:
     input:
         models=lambda w: ancient(
-            [f"results/models/{name}.json" for name in plan_of(w).models]
+            [f"{model_folder(m)}.json" for m in plan_of(w).models.values()]
         ),
         environments=lambda w: ancient(
             [environment_record(name) for name in ENVIRONMENTS]
@@ -25,7 +25,7 @@ rule run_info:
             for name in ("vllm", "aiperf")
         ],
     shell:
-        ".venv/bin/python workflow/scripts/declare_run.py --declaration {params.declaration:q} --models results/models"
+        ".venv/bin/python workflow/scripts/declare_run.py --declaration {params.declaration:q}"
         " --output {output} {params.environments:q} > {log} 2>&1"
 
 

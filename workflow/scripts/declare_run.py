@@ -1,6 +1,6 @@
 """Complete a run's declaration with the models' digests and let eval/run_info.py write results/<run>/run.json.
 
-usage: declare_run.py --declaration JSON --models results/models --output FILE [--environment NAME=PYTHON ...]
+usage: declare_run.py --declaration JSON --output FILE [--environment NAME=PYTHON ...]
 Exit codes: 0 written, 2 bad input, 3 an environment is missing.
 """
 
@@ -25,15 +25,15 @@ def main(argv: list[str]) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description="Write results/<run>/run.json.")
     parser.add_argument("--declaration", type=json.loads, required=True)
-    parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--environment", action="append", default=[])
     args = parser.parse_args(argv)
     try:
         for model in args.declaration["models"]:
-            manifest = read_manifest(args.models / f"{model['name']}.json")
+            folder = Path(model.pop("folder"))
+            manifest = read_manifest(folder.with_name(f"{folder.name}.json"))
             if manifest["definition"] != model.pop("definition"):
-                raise ConfigError(f"{args.models / model['name']} is another model than this run wants: remove it")
+                raise ConfigError(f"{folder} is another model than this run wants: remove it and its .json")
             model["digest"] = manifest["model_digest"]
     except SparkinferError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Bring a model into place: generate it, fetch it at a pinned commit, or take a local folder.
 
-usage: get_model.py --source JSON --definition JSON --folder results/models/NAME --manifest results/models/NAME.json
+usage: get_model.py --source JSON --definition JSON --folder FOLDER --manifest FOLDER.json
 
 The manifest names what the folder is (its definition) and its digest. Exit codes: 0 done, 2 bad input, 3 no network.
 """
@@ -50,10 +50,15 @@ def fetch(source: dict[str, Any], folder: Path) -> None:
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 
-def place(source: dict[str, Any], folder: Path) -> None:
+def place(source: dict[str, Any], definition: dict[str, Any], folder: Path) -> None:
     """Make `folder` hold the model; a local folder becomes a symbolic link."""
     if folder.is_symlink():
         folder.unlink()
+    if "missing" in definition:
+        raise ConfigError(
+            f"the model folder {ROOT / definition['missing']} does not exist: put the checkpoint there, or set the "
+            "model's source to a hub id with its commit, or to another folder (config/profiles/); then start again"
+        )
     if "folder" in source:
         target = (ROOT / source["folder"]).resolve()
         if not (target / "config.json").is_file():
@@ -81,7 +86,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         args.folder.parent.mkdir(parents=True, exist_ok=True)
-        place(args.source, args.folder)
+        place(args.source, args.definition, args.folder)
         digest = model_digest(args.folder.resolve())
         if "digest" in args.definition and args.definition["digest"] != digest:
             raise ConfigError(f"{args.folder} has changed since the workflow started: start it again")

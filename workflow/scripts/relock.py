@@ -42,12 +42,11 @@ def sources(name: str) -> list[str]:
     options: list[str] = []
     if name not in LEFT_OUT:
         return options
-    links = os.environ.get("PIP_FIND_LINKS", "")
-    for folder in links.split():
+    folders = os.environ.get("PIP_FIND_LINKS", "").split()
+    for folder in folders:
         options += ["--find-links", folder]
-    index = os.environ.get("TORCH_INDEX")
-    if index or not links:
-        options += ["--extra-index-url", index or "https://download.pytorch.org/whl/cpu"]
+    if not any(any(Path(folder).glob("torch-*+cpu*.whl")) for folder in folders):
+        options += ["--extra-index-url", os.environ.get("TORCH_INDEX") or "https://download.pytorch.org/whl/cpu"]
         options += ["--index-strategy", "unsafe-best-match"]
     return options
 

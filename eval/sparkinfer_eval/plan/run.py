@@ -49,6 +49,11 @@ class ModelUse:
     random_weights: bool
     definition: dict[str, Any]
 
+    @property
+    def short_digest(self) -> str:
+        """First digits of the definition's digest, for the folder's name."""
+        return short(json_digest(self.definition))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -117,22 +122,20 @@ def load_engines(root: Path, settings: Mapping[str, Any], image_digest: str | No
     return found
 
 
-def _definition(root: Path, source: Mapping[str, Any], allow_missing: bool) -> dict[str, Any]:
-    """What a model is: generator, seed and size; or a folder's digest; or hub id and commit."""
+def _definition(root: Path, source: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model is: generator, seed and size; or a folder's digest (`missing` while there is none); or hub id and commit."""
     if "generate" in source:
         own = {"generate": source["generate"], "seed": source.get("seed", 0), "size": dict(source.get("size", {}))}
         return {**own, "generator": identity.generator_digest(root)}
     if "hub" in source:
         return {"hub": source["hub"], "revision": source["revision"]}
     folder = root / source["folder"]
-    if allow_missing and not folder.exists():
+    if not folder.exists():
         return {"missing": source["folder"]}
     return {"digest": identity.folder_digest(folder, root / "results" / "cache" / "model-digests")}
 
 
-def load_models(
-    root: Path, settings: Mapping[str, Any], cells: Mapping[str, Cell], allow_missing: bool
-) -> dict[str, ModelUse]:
+def load_models(root: Path, settings: Mapping[str, Any], cells: Mapping[str, Cell]) -> dict[str, ModelUse]:
     """The run's models by name. Raises ConfigError for a name given twice, a missing folder or too short a context."""
     needed = longest_request(cells)
     found: dict[str, ModelUse] = {}
@@ -153,7 +156,7 @@ def load_models(
             dtype=model["dtype"],
             max_model_len=length,
             random_weights=model.get("random_weights", "generate" in model["source"]),
-            definition=_definition(root, model["source"], allow_missing),
+            definition=_definition(root, model["source"]),
         )
     return found
 
@@ -170,15 +173,13 @@ def _slots(
     return tuple(slots)
 
 
-def make_plan(
-    root: Path, target: str, settings: dict[str, Any], image_digest: str | None = None, allow_missing: bool = False
-) -> Plan:
+def make_plan(root: Path, target: str, settings: dict[str, Any], image_digest: str | None = None) -> Plan:
     """The plan of one target. Raises ConfigError for settings that contradict each other or the files."""
     document = load_cells(root / settings.get("cells_file", "config/cells.yaml"))
     overrides = settings.get("scale_overrides", {})
     cells = resolve_cells(document, settings["scale"], overrides)
     engines = load_engines(root, settings, image_digest)
-    models = load_models(root, settings, cells, allow_missing)
+    models = load_models(root, settings, cells)
     version = identity.project_version(root)
     # A smoke run says so in its name.
     profile = settings["profile"] if target == "release" else f"{settings['profile']}-{target}"
