@@ -128,7 +128,7 @@ class RawRun:
             model=model, model_digest=digest(model), cell=cell, rep=rep, 
             cell_definition={"id": cell} | ({"rate": 4.0} if "poisson" in cell else {}),
             cell_digest=digest(cell), prompts_sha256=digest(f"{cell}{seed}"), command=["aiperf", "profile", cell],
-            started_at=f"2026-12-01T10:{block:02d}:{rep:02d}+00:00", tool={"aiperf": "0.13.0"},
+            started_at=f"2026-12-01T10:{block:02d}:{rep:02d}+00:00", tool={"name": "aiperf", "version": "0.13.0"},
             checks=[{"name": "output_lengths", "value": 0, "limit": 0, "ok": True}],
         )  # fmt: skip
         (folder / "result.json").write_text(json.dumps(dataclasses.asdict(result)), encoding="utf-8")
@@ -144,6 +144,12 @@ class RawRun:
                                 self.write_result(engine, model, cell, block, rep)
         for model in self.models:
             self.write_check(model, ok=True)
+        for engine in self.engines:
+            facts = {"engine": engine, "version": "1.2.3", "engine_digest": digest(engine), "ready_s": 12.5, "argv": [],
+                     "info": {"settings": {"max_num_seqs": 32}}}  # fmt: skip
+            path = self.folder / "servers" / f"{engine}-b1-r1.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(facts), encoding="utf-8")
         (self.folder / "run.json").write_text(json.dumps(self.info, ensure_ascii=False), encoding="utf-8")
         return self
 

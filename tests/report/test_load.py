@@ -121,6 +121,13 @@ def test_corrupt_check_output(raw_run, text, message):
         load_run(raw.folder)
 
 
+def test_corrupt_server_facts(raw_run):
+    raw = raw_run()
+    (raw.folder / "servers" / "vllm-b1-r1.json").write_text('{"engine": "vllm"}')
+    with pytest.raises(ConfigError, match="no record of a server"):
+        load_run(raw.folder)
+
+
 def test_check_of_another_model(raw_run):
     raw = raw_run()
     edit_json(raw.folder / "checks" / "pack_ckpt_check-spark-tiny-dense.json", model_digest="sha256:" + "1" * 64)

@@ -61,6 +61,7 @@ def test_every_file_is_there_and_nothing_else(raw_run, render):
 def test_first_lines_state_scale_weights_machine_and_versions(raw_run, render):
     head = (render(raw_run()) / "CHANGELOG.md").read_text().split("## spark-tiny-dense")[0]
     for expected in (
+        "AIPerf 0.13.0",
         "0.1.0-cpu-0a1b2c3d", "CPU-scale run: lengths divided by 8", "Random weights: spark-tiny-dense", "Test CPU",
         "vLLM 0.30.0", "torch 2.13.0+cpu", "2026-12-01T10:01:01+00:00", "commands.txt", "no container in this release",
     ):  # fmt: skip
@@ -86,6 +87,7 @@ def test_table_values_equal_a_computation_by_hand(raw_run, render):
     assert found["ttft_ms", "p50"]["value"] == pytest.approx(middle)
     assert found["output_tok_s", "value"]["value"] == pytest.approx(rate)
     assert found["output_tok_s", "value"]["n"] == 70
+    assert [s["info"]["settings"]["max_num_seqs"] for s in data["servers"]] == [32, 32]
 
 
 def test_changing_one_raw_number_changes_the_tables(raw_run, render):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -12,7 +13,7 @@ def relative_paths(text: str, repository: Path) -> str:
     """Replace the repository's absolute path by a relative one, and the home folder by ~: a report names no machine."""
     for root, replacement in ((repository.resolve(), "."), (Path.home(), "~")):
         if str(root) != root.anchor:
-            text = text.replace(str(root), replacement)
+            text = re.sub(rf"{re.escape(str(root))}(?![\w.-])", replacement, text)
     return text
 
 

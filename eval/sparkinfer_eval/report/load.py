@@ -64,6 +64,8 @@ class RunData:
     checks: list[CheckOutput]
     missing: list[Missing]
     failures: list[Failure]
+    servers: list[dict[str, Any]]
+    """What each server said of itself when it was ready: engine, version, digest, seconds to ready, resolved info."""
 
     @property
     def engines(self) -> list[dict[str, Any]]:
@@ -137,6 +139,19 @@ def _read_checks(run_folder: Path, info: dict[str, Any]) -> list[CheckOutput]:
     return found
 
 
+def _read_servers(run_folder: Path) -> list[dict[str, Any]]:
+    """The facts that the workflow kept of each server it started, by file name."""
+    found = []
+    for path in sorted((run_folder / "servers").glob("*.json")):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            facts = {key: data[key] for key in ("engine", "version", "engine_digest", "ready_s", "info")}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no record of a server ({error!r}): measure its cells again") from error
+        found.append({"name": path.stem, **facts})
+    return found
+
+
 def _find_missing(info: dict[str, Any], present: set[tuple], failures: list[Failure]) -> list[Missing]:
     """All combinations asked for less those present, each with the newest recorded reason."""
     reasons = {(f.block, f.engine, f.model, f.cell, f.rep): f.reason for f in failures}
@@ -193,4 +208,5 @@ def load_run(run_folder: Path) -> RunData:
     _check_comparable(measurements)
     present = {(m.result.block, m.result.engine, m.result.model, m.result.cell, m.result.rep) for m in measurements}
     failures = read_failures(run_folder)
-    return RunData(info, measurements, _read_checks(run_folder, info), _find_missing(info, present, failures), failures)
+    checks, missing = _read_checks(run_folder, info), _find_missing(info, present, failures)
+    return RunData(info, measurements, checks, missing, failures, _read_servers(run_folder))

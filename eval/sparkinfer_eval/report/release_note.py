@@ -10,6 +10,7 @@ from sparkinfer_eval.report.summary import (
     container_sentence,
     footnote,
     headline_figure,
+    tools,
     weights_sentence,
 )
 from sparkinfer_eval.report.tables import (
@@ -35,8 +36,8 @@ def _measured(figures: Figures) -> list[Block]:
     blocks: list[Block] = [
         Heading(2, "Measured"),
         Paragraph(
-            f"AIPerf, streaming chat completions, {machine_line(info['machine'])}. {engines}; measured in one run on "
-            f"one machine. {info['scale']['statement']} {weights_sentence(figures)}".strip()
+            f"{tools(figures)}, streaming chat completions, {machine_line(info['machine'])}. {engines}; "
+            f"measured in one run on one machine. {info['scale']['statement']} {weights_sentence(figures)}".strip()
         ),
     ]
     for model in figures.models():

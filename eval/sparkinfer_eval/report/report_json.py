@@ -103,6 +103,7 @@ def build_report(figures: Figures) -> dict[str, Any]:
         "source": info["source"],
         "packages": info["packages"],
         "container": info.get("container"),
+        "servers": run.servers,
         "cells": _cells(figures),
         "summary": _summary(figures),
         "ratios": _ratios(figures),

