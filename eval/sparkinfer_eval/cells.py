@@ -50,6 +50,9 @@ SCALE_PROPERTIES: dict[str, Any] = {
     # Arrival rates are multiplied by it.
     "rate_factor": {"type": "number", "exclusiveMinimum": 0},
     "arrival_requests": {"type": "integer", "minimum": 2},
+    # Share of a request's time that may pass between the load generator's decision to send it and the send: that long
+    # the asked load was not offered. Joins the cell's gates.
+    "start_delay_share": _FRACTION,
     # Seconds after which one request, or the whole load generator, counts as hung.
     "request_timeout_s": _POSITIVE,
     "timeout_s": _POSITIVE,
@@ -81,12 +84,12 @@ DOCUMENT_SCHEMA = _object(
         "sampling": _object({"closed": _SAMPLING, "open": _SAMPLING}),
         "gates": _object(
             {
-                # p99 of the time between the load generator's decision to send and the send, in ms.
-                "start_delay_ms": {"type": "number", "exclusiveMinimum": 0},
                 # Relative difference between the planned and the realised arrival rate.
                 "arrival_rate": _FRACTION,
-                # Relative difference between our figures and the load generator's own summary.
-                "summary_agreement": _FRACTION,
+                # Relative difference between our figures and the load generator's own summary: rates (its window is
+                # a little longer), latencies (the same numbers).
+                "rate_agreement": _FRACTION,
+                "latency_agreement": _FRACTION,
                 # Share of the prompt tokens that a prefix cache may have served.
                 "prefix_cache_hits": _FRACTION,
             }
@@ -227,7 +230,7 @@ def resolve_cells(
         return max(1, tokens // divisor)
 
     common = {
-        "gates": dict(document["gates"]),
+        "gates": {**document["gates"], "start_delay_share": settings["start_delay_share"]},
         "request_timeout_s": settings["request_timeout_s"],
         "timeout_s": settings["timeout_s"],
     }
