@@ -85,8 +85,9 @@ class Settings:
         "Size of the KV cache in MiB.",
         where="memory plan",
         low=1,
-        auto="CPU: up to a quarter of the free memory; GPU: nine tenths of the free memory, less weights and workspace; "
-        "in both, no more than `MAX_NUM_SEQS` requests of `MAX_MODEL_LEN` and as much again for the prefix cache",
+        auto="CPU: up to a quarter of the free memory; GPU: nine tenths of the free memory, less weights and "
+        "workspace; in both, no more than `MAX_NUM_SEQS` requests of `MAX_MODEL_LEN` and as much again for the "
+        "prefix cache",
     )
     prefix_cache: bool = _setting(
         True,

@@ -14,7 +14,7 @@ import torch
 from sparkinfer.engine.core import EngineCore
 from sparkinfer.engine.ipc import EngineOptions
 from sparkinfer.engine.process import Engine
-from sparkinfer.errors import ConfigError
+from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.models.config import ModelConfig, load_config
 from sparkinfer.runner.memory import MIB, MemoryPlan
 from sparkinfer.runner.model_runner import ModelRunner
@@ -49,10 +49,14 @@ class Sizes:
 
 
 def pick_device(name: str) -> str:
-    """`auto` is the first GPU, else the CPU."""
-    if name != "auto":
-        return name
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    """`auto` is the first GPU, else the CPU. Raises ConfigError or EnvironmentProblem."""
+    if name == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name!r} is not known: give auto, cpu, cuda or cuda:<number>")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise EnvironmentProblem(f"--device {name}: torch {torch.__version__} finds no CUDA device here; use cpu")
+    return name
 
 
 def _kv_budget(settings: Settings, folder: Path, device: str, slots_bytes: int) -> int:
@@ -86,8 +90,8 @@ def plan_sizes(settings: Settings, config: ModelConfig, memory: MemoryPlan, fold
     if per_request > budget_blocks:
         raise ConfigError(
             f"SPARKINFER_MAX_MODEL_LEN={length} needs ceil({length}/{KV_BLOCK_TOKENS}) = {per_request} KV blocks of "
-            f"{memory.kv_block_bytes} bytes = {per_request * memory.kv_block_bytes / MIB:.1f} MiB, but the KV cache has "
-            f"{budget_blocks} blocks: raise SPARKINFER_KV_CACHE_MB or lower SPARKINFER_MAX_MODEL_LEN to at most "
+            f"{memory.kv_block_bytes} bytes = {per_request * memory.kv_block_bytes / MIB:.1f} MiB, but the KV cache "
+            f"has {budget_blocks} blocks: raise SPARKINFER_KV_CACHE_MB or lower SPARKINFER_MAX_MODEL_LEN to at most "
             f"{budget_blocks * KV_BLOCK_TOKENS}"
         )
     blocks = budget_blocks
@@ -109,8 +113,8 @@ def _snapshots(settings: Settings, memory: MemoryPlan) -> int:
     if count < 1:
         raise ConfigError(
             f"SPARKINFER_SNAPSHOT_POOL_MB={pool_mb} is smaller than one recurrent-state snapshot of this model, "
-            f"{memory.snapshot_bytes} bytes = {memory.snapshot_bytes / MIB:.1f} MiB: raise it, or turn the prefix cache "
-            "off with SPARKINFER_PREFIX_CACHE=0"
+            f"{memory.snapshot_bytes} bytes = {memory.snapshot_bytes / MIB:.1f} MiB: raise it, or turn the prefix "
+            "cache off with SPARKINFER_PREFIX_CACHE=0"
         )
     return count
 

@@ -74,6 +74,15 @@ def token_limit(body: GenerationRequest, prompt_tokens: int, max_model_len: int)
     return asked
 
 
+def seed_of(body: GenerationRequest, drawn: int) -> int:
+    """`seed`, or the `drawn` one. Raises RequestError."""
+    if body.seed is None:
+        return drawn
+    if not 0 <= body.seed < 1 << SEED_BITS:
+        raise RequestError(f"`seed` is {body.seed}: it must lie between 0 and 2**{SEED_BITS} - 1", "seed")
+    return body.seed
+
+
 def sampling_of(body: GenerationRequest, max_tokens: int, seed: int, vocab_size: int) -> Sampling:
     """Sampling parameters of one engine request; `seed` is already this choice's own. Raises RequestError."""
     min_tokens = int(_within("min_tokens", body.min_tokens, 0, max_tokens, 0))

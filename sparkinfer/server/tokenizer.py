@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ class ServerTokenizer:
             self._all_bytes = token_bytes_table(self.backend)
             self._text_bytes = [b"" if i in specials else data for i, data in enumerate(self._all_bytes)]
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
+        self._reserved = frozenset(inspect.signature(self._hf.apply_chat_template).parameters)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
     @property
@@ -67,6 +69,12 @@ class ServerTokenizer:
                 "this model has no chat template (chat_template.jinja or tokenizer_config.json): "
                 "use /v1/completions, or add the template to the model folder",
                 "messages",
+            )
+        taken = self._reserved.intersection(options)
+        if taken:
+            names = ", ".join(sorted(taken))
+            raise RequestError(
+                f"`chat_template_kwargs` cannot set {names}: only template variables", "chat_template_kwargs"
             )
         try:
             text = self._hf.apply_chat_template(

@@ -1,0 +1,63 @@
+"""The settings table: parsing, refusals, and that its page is current."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkinfer.errors import ConfigError
+from sparkinfer.settings import Settings, page, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_page_is_current() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert text == page(), "run: python -m sparkinfer.settings > docs/settings.md"
+
+
+def test_flag_beats_environment_beats_default() -> None:
+    assert resolve({}) == Settings()
+    settings = resolve({"SPARKINFER_MAX_QUEUE": "7", "SPARKINFER_PACK_MOE": "0"}, {"max_queue": "3", "threads": None})
+    assert (settings.max_queue, settings.pack_moe, settings.threads) == (3, False, None)
+    assert resolve({"SPARKINFER_MAX_MODEL_LEN": "auto"}).max_model_len is None
+    assert settings.as_dict()["SPARKINFER_MAX_QUEUE"] == 3
+
+
+def test_other_variables_are_left_alone() -> None:
+    resolve({"PATH": "/bin", "SPARKINFER_IMAGE_DIGEST": "sha256:00"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"SPARKINFER_MIXED_CHUNKS": "1"}, "did you mean SPARKINFER_MIXED_CHUNK"),
+        ({"SPARKINFER_XYZZY": "1"}, "unknown setting SPARKINFER_XYZZY"),
+        ({"SPARKINFER_PACK_MOE": "maybe"}, "neither on nor off"),
+        ({"SPARKINFER_MAX_NUM_SEQS": "0"}, "least value, 1"),
+        ({"SPARKINFER_MAX_NUM_SEQS": "1.5"}, "whole number"),
+        ({"SPARKINFER_REQUEST_TIMEOUT_S": "nan"}, "finite"),
+        ({"SPARKINFER_LOG_LEVEL": "loud"}, "one of debug"),
+        ({"SPARKINFER_MIXED_CHUNK": "15"}, "below one KV block"),
+        ({"SPARKINFER_PREFIX_CACHE": "0", "SPARKINFER_PREFIX_CACHE_HOST_KV_MB": "9"}, "needs the prefix cache"),
+    ],
+)
+def test_refusals(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(environ)
+
+
+def test_help_names_every_setting() -> None:
+    command = [sys.executable, "-m", "sparkinfer.cli", "serve", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60).stdout
+    for name in Settings().as_dict():
+        assert name in text
+        assert "--" + name.removeprefix("SPARKINFER_").lower().replace("_", "-") in text
+
+
+def test_import_needs_no_torch() -> None:
+    code = "import sys, sparkinfer.settings, sparkinfer.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)

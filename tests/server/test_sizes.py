@@ -1,0 +1,86 @@
+"""How settings become counts, and the arithmetic shown when they cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkinfer.engine.build import pick_device, plan_sizes, scheduler_config
+from sparkinfer.errors import ConfigError, EnvironmentProblem
+from sparkinfer.models.config import ModelConfig, load_config
+from sparkinfer.runner.memory import MIB, MemoryPlan
+from sparkinfer.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def config(model_dir: Path) -> ModelConfig:
+    return load_config(model_dir)
+
+
+def memory(num_slots: int = 4) -> MemoryPlan:
+    """A model of 1 MiB a block and 2 MiB a snapshot."""
+    return MemoryPlan(MIB, 2 * MIB, 2 * MIB, 0, num_slots, 0, 0)
+
+
+def test_given_sizes_are_taken(config: ModelConfig, model_dir: Path) -> None:
+    settings = Settings(
+        max_num_seqs=4, kv_cache_mb=64, snapshot_pool_mb=7, max_model_len=500, prefix_cache_host_kv_mb=5
+    )
+    sizes = plan_sizes(settings, config, memory(), model_dir, "cpu")
+    assert (sizes.num_kv_blocks, sizes.max_model_len, sizes.num_snapshots, sizes.num_host_blocks) == (64, 500, 3, 5)
+
+
+def test_context_shrinks_to_a_given_pool(config: ModelConfig, model_dir: Path) -> None:
+    sizes = plan_sizes(Settings(kv_cache_mb=10), config, memory(), model_dir, "cpu")
+    assert sizes.max_model_len == 160
+
+
+def test_automatic_pools_stop_at_what_can_be_used(config: ModelConfig, model_dir: Path) -> None:
+    small = MemoryPlan(1, 1, 1, 0, 4, 0, 0)
+    sizes = plan_sizes(Settings(max_num_seqs=4), config, small, model_dir, "cpu")
+    assert sizes.max_model_len == config.max_positions
+    assert sizes.num_kv_blocks == 2 * 4 * config.max_positions // 16
+    assert sizes.num_snapshots == 64
+    off = plan_sizes(Settings(max_num_seqs=4, prefix_cache=False), config, small, model_dir, "cpu")
+    assert (off.num_kv_blocks, off.num_snapshots) == (4 * config.max_positions // 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (Settings(kv_cache_mb=10, max_model_len=161), r"ceil\(161/16\) = 11 KV blocks .* 10 blocks.* at most 160"),
+        (Settings(max_model_len=4096), "2048"),
+        (Settings(kv_cache_mb=64, snapshot_pool_mb=1), r"SNAPSHOT_POOL_MB=1 is smaller than one .* 2\.0 MiB"),
+    ],
+)
+def test_contradictions_show_the_sum(config: ModelConfig, model_dir: Path, settings: Settings, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_sizes(settings, config, memory(), model_dir, "cpu")
+
+
+def test_scheduler_gets_every_policy(config: ModelConfig, model_dir: Path) -> None:
+    settings = Settings(
+        mixed_chunk=128, mixed_max_prompts=3, own_pass_tokens=99, prefill_chunk=640, pack_prefill=False, pack_moe=False,
+        aging_steps=5, checkpoint_interval=32, decode_checkpoint_interval=48, kv_cache_mb=64, max_num_seqs=3,
+    )  # fmt: skip
+    plan = scheduler_config(settings, config, memory(3), plan_sizes(settings, config, memory(3), model_dir, "cpu"))
+    for name in (
+        "mixed_chunk", "mixed_max_prompts", "own_pass_tokens", "prefill_chunk", "pack_prefill", "pack_moe",
+        "aging_steps", "checkpoint_interval", "decode_checkpoint_interval", "max_num_seqs",
+    ):  # fmt: skip
+        assert getattr(plan, name) == getattr(settings, name)
+    assert (plan.kv_block_bytes, plan.snapshot_bytes, plan.num_kv_blocks) == (MIB, 2 * MIB, 64)
+    plan.validate()
+
+
+def test_devices() -> None:
+    assert pick_device("cpu") == "cpu"
+    with pytest.raises(ConfigError, match="tpu"):
+        pick_device("tpu")
+    import torch
+
+    if not torch.cuda.is_available():
+        assert pick_device("auto") == "cpu"
+        with pytest.raises(EnvironmentProblem, match="no CUDA device"):
+            pick_device("cuda:1")
