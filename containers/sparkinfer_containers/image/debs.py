@@ -24,6 +24,8 @@ SCHEMA = "sparkinfer/debian-lock/v1"
 MIRRORS = ("http://deb.debian.org/debian", "http://deb.debian.org/debian-security")
 SNAPSHOTS = ("https://snapshot.debian.org/archive/debian", "https://snapshot.debian.org/archive/debian-security")
 ARCHITECTURE = "amd64"
+MERGED_USR = "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr"
+"""mmdebstrap makes /bin, /lib and /sbin links into /usr itself, before any package is unpacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ def relock(recipe: Recipe, cache: Path, work: Path) -> DebianLock:
     ]
     snapshot = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     command = [need("mmdebstrap"), "--variant=essential", f"--architectures={ARCHITECTURE}", "--components=main"]
-    command += [f"--include={','.join(recipe.variant.packages)}", "--skip=essential/unlink,cleanup/apt/cache"]
+    command += [f"--include={','.join(recipe.variant.packages)}", MERGED_USR]
+    command += ["--skip=essential/unlink,cleanup/apt/cache"]
     command += ['--aptopt=Apt::Keep-Downloaded-Packages "true"', *(f"--customize-hook={hook}" for hook in hooks)]
     run([*command, "--format=null", suite, "-", *lists])
     by_digest = {deb.sha256: deb for deb in _stanzas(available.read_text(encoding="utf-8"))}

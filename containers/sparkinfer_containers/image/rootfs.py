@@ -6,7 +6,7 @@ import tarfile
 from fnmatch import fnmatch
 from pathlib import Path
 
-from sparkinfer_containers.image.debs import ARCHITECTURE, DebianLock, repository
+from sparkinfer_containers.image.debs import ARCHITECTURE, MERGED_USR, DebianLock, repository
 from sparkinfer_containers.image.settings import Recipe
 from sparkinfer_containers.image.tools import need, run
 
@@ -35,7 +35,7 @@ def build(recipe: Recipe, lock: DebianLock, files: dict[str, Path], target: Path
     options = [f"--dpkgopt=path-exclude={pattern}" for pattern in EXCLUDED]
     options += [f"--dpkgopt=path-include={pattern}" for pattern in INCLUDED]
     command = [need("mmdebstrap"), "--variant=essential", f"--architectures={ARCHITECTURE}", "--format=tar", *options]
-    command += [f"--include={','.join(deb.name for deb in lock.debs)}", "--skip=output/dev"]
+    command += [f"--include={','.join(deb.name for deb in lock.debs)}", MERGED_USR]
     command += [f"--customize-hook={hook}" for hook in hooks]
     command += [lock.suite, str(raw), f"deb [trusted=yes] copy://{flat} ./"]
     run(command, extra={"SOURCE_DATE_EPOCH": str(recipe.epoch), "TMPDIR": str(work)})
