@@ -183,7 +183,7 @@ class DummySource:
         """Nothing can be left over."""
 
 
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 def open_source(folder: Path, config: ModelConfig, load_format: str = "auto", seed: int = 0) -> WeightSource:
@@ -195,6 +195,6 @@ def open_source(folder: Path, config: ModelConfig, load_format: str = "auto", se
     if load_format == "dummy":
         log.warning("load format dummy: random weights of real shape (seed %d); the text is meaningless", seed)
         return DummySource(config, seed)
-    if load_format != "auto":
+    if load_format not in LOAD_FORMATS:
         raise CheckpointError(f"load format {load_format!r} is not known; choose one of {', '.join(LOAD_FORMATS)}")
     return SafetensorsSource(folder, config)

@@ -92,9 +92,13 @@ class Weights:
         """A zero-centred norm weight plus one."""
         return self.fp32(name, size) + 1.0
 
+    def linear(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """A projection as [in, out], the layout in which a product with few rows reads memory in order."""
+        return self.get(name, rows, columns).t().contiguous()
+
     def stack(self, parts: Sequence[tuple[str, int]], columns: int) -> torch.Tensor:
-        """Matrices with the same input, stacked into one."""
-        return torch.cat([self.get(name, rows, columns) for name, rows in parts])
+        """Projections of the same input side by side: [in, sum of outs]."""
+        return torch.cat([self.get(name, rows, columns) for name, rows in parts]).t().contiguous()
 
 
 class GatedDeltaNet:
@@ -114,7 +118,7 @@ class GatedDeltaNet:
         self.dt_bias = weights.fp32(f"{prefix}dt_bias", self.value_heads)
         self.neg_exp_a_log = -weights.fp32(f"{prefix}A_log", self.value_heads).exp()
         self.norm = weights.fp32(f"{prefix}norm.weight", self.dv)
-        self.out_proj = weights.get(f"{prefix}out_proj.weight", hidden, values)
+        self.out_proj = weights.linear(f"{prefix}out_proj.weight", hidden, values)
         # Normalised heads come out with length sqrt(dk): bring both to 1, queries on to dk**-0.5.
         scale = torch.full((2 * self.key_heads, 1), self.dk**-0.5, device=weights.device)
         scale[: self.key_heads] *= self.dk**-0.5
@@ -122,7 +126,7 @@ class GatedDeltaNet:
 
     def __call__(self, x: torch.Tensor, batch: Batch, caches: Caches) -> torch.Tensor:
         """[T, H] to [T, H]; advances the states and windows of all requests of the pass."""
-        qkv, z, b, a = F.linear(x, self.in_proj).split(self.sizes, dim=-1)
+        qkv, z, b, a = (x @ self.in_proj).split(self.sizes, dim=-1)
         g, beta = self.ops.decay_and_beta(b, a, self.neg_exp_a_log, self.dt_bias)
         n = batch.num_decode
         parts = []
@@ -132,7 +136,7 @@ class GatedDeltaNet:
             parts.append(self._prefill(qkv[n:], g[n:], beta[n:], batch.prefill, caches))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         out = self.ops.gated_rms_norm(out, z.unflatten(-1, (self.value_heads, self.dv)), self.norm, self.eps)
-        return F.linear(out.flatten(1), self.out_proj)
+        return out.flatten(1) @ self.out_proj
 
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries with keys [T, 2 * Hk, K], normalised, and values [T, Hv, V] out of the convolution's channels."""
@@ -176,18 +180,18 @@ class Attention:
         query, gate = q_gate.view(self.heads, 2, self.d, hidden).unbind(1)
         key = weights.get(f"{prefix}k_proj.weight", self.kv_heads * self.d, hidden)
         value = weights.get(f"{prefix}v_proj.weight", self.kv_heads * self.d, hidden)
-        self.in_proj = torch.cat([query.reshape(-1, hidden), key, gate.reshape(-1, hidden), value])
+        self.in_proj = torch.cat([query.reshape(-1, hidden), key, gate.reshape(-1, hidden), value]).t().contiguous()
         self.sizes = [(self.heads + self.kv_heads) * self.d, self.heads * self.d, self.kv_heads * self.d]
         q_norm = weights.norm1(f"{prefix}q_norm.weight", self.d).expand(self.heads, -1)
         k_norm = weights.norm1(f"{prefix}k_norm.weight", self.d).expand(self.kv_heads, -1)
         self.norm1 = torch.cat([q_norm, k_norm])
-        self.o_proj = weights.get(f"{prefix}o_proj.weight", hidden, self.heads * self.d)
+        self.o_proj = weights.linear(f"{prefix}o_proj.weight", hidden, self.heads * self.d)
 
     def __call__(
         self, x: torch.Tensor, batch: Batch, caches: Caches, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         """[T, H] to [T, H]; stores the pass's keys and values. cos and sin are the tokens' [T, 1, rot / 2]."""
-        qk, gate, v = F.linear(x, self.in_proj).split(self.sizes, dim=-1)
+        qk, gate, v = (x @ self.in_proj).split(self.sizes, dim=-1)
         qk = self.ops.qk_norm_rotary(qk.unflatten(-1, (-1, self.d)), self.norm1, cos, sin, self.eps)
         q, k = qk.split((self.heads, self.kv_heads), dim=1)
         v = v.unflatten(-1, (self.kv_heads, self.d))
@@ -201,7 +205,7 @@ class Attention:
             spans = batch.prefill.spans
             parts.append(self.ops.attention_prefill(q[n:], k[n:], v[n:], k_cache, v_cache, spans, scale))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return F.linear(out.flatten(1).mul_(torch.sigmoid(gate)), self.o_proj)
+        return out.flatten(1).mul_(torch.sigmoid(gate)) @ self.o_proj
 
 
 class DenseMlp:
@@ -211,11 +215,11 @@ class DenseMlp:
         self.ops, hidden, inner = ops, config.hidden_size, config.intermediate_size
         parts = [(f"{prefix}gate_proj.weight", inner), (f"{prefix}up_proj.weight", inner)]
         self.gate_up = weights.stack(parts, hidden)
-        self.down = weights.get(f"{prefix}down_proj.weight", hidden, inner)
+        self.down = weights.linear(f"{prefix}down_proj.weight", hidden, inner)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] to [T, H]."""
-        return F.linear(self.ops.swiglu(F.linear(x, self.gate_up)), self.down)
+        return self.ops.swiglu(x @ self.gate_up) @ self.down
 
 
 class MoeMlp:
@@ -229,22 +233,22 @@ class MoeMlp:
         self.gate_up, self.down = self._experts(config, weights, f"{prefix}experts.")
         shared_parts = [(f"{prefix}shared_expert.{name}_proj.weight", shared) for name in ("gate", "up")]
         self.shared_gate_up = weights.stack(shared_parts, hidden)
-        self.shared_down = weights.get(f"{prefix}shared_expert.down_proj.weight", hidden, shared)
+        self.shared_down = weights.linear(f"{prefix}shared_expert.down_proj.weight", hidden, shared)
 
     @staticmethod
     def _experts(config: ModelConfig, weights: Weights, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """All experts' matrices [E, 2 * I, H] and [E, H, I]: stored fused, or expert by expert."""
+        """All experts' matrices [E, H, 2 * I] and [E, I, H]: stored fused, or expert by expert."""
         count, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
         if weights.source.has(f"{prefix}gate_up_proj"):
-            gate_up = weights.get(f"{prefix}gate_up_proj", count, 2 * inner, hidden)
-            return gate_up, weights.get(f"{prefix}down_proj", count, hidden, inner)
-        gate_up = torch.empty(count, 2 * inner, hidden, dtype=weights.dtype, device=weights.device)
-        down = torch.empty(count, hidden, inner, dtype=weights.dtype, device=weights.device)
+            gate_up = weights.get(f"{prefix}gate_up_proj", count, 2 * inner, hidden).transpose(1, 2).contiguous()
+            return gate_up, weights.get(f"{prefix}down_proj", count, hidden, inner).transpose(1, 2).contiguous()
+        gate_up = torch.empty(count, hidden, 2 * inner, dtype=weights.dtype, device=weights.device)
+        down = torch.empty(count, inner, hidden, dtype=weights.dtype, device=weights.device)
         for expert in range(count):
             one = f"{prefix}{expert}."
-            gate_up[expert, :inner] = weights.get(f"{one}gate_proj.weight", inner, hidden)
-            gate_up[expert, inner:] = weights.get(f"{one}up_proj.weight", inner, hidden)
-            down[expert] = weights.get(f"{one}down_proj.weight", hidden, inner)
+            gate_up[expert, :, :inner] = weights.linear(f"{one}gate_proj.weight", inner, hidden)
+            gate_up[expert, :, inner:] = weights.linear(f"{one}up_proj.weight", inner, hidden)
+            down[expert] = weights.linear(f"{one}down_proj.weight", hidden, inner)
         return gate_up, down
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -285,7 +289,7 @@ class Qwen35Model:
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = weights.get("model.embed_tokens.weight", vocab, hidden)
         tied = config.tie_word_embeddings
-        self.lm_head = self.embedding if tied else weights.get("lm_head.weight", vocab, hidden)
+        self.lm_head = weights.linear("model.embed_tokens.weight" if tied else "lm_head.weight", vocab, hidden)
         self.norm1 = weights.norm1("model.norm.weight", hidden)
         self.rotary = rotary_table(max_positions, config.rotary_dim, config.rope_theta, device)
         self.layers = [self._layer(number, weights) for number in range(config.num_layers)]
@@ -330,4 +334,4 @@ class Qwen35Model:
             x = layer.mlp(x)
             following = self.norm1 if number == last else self.layers[number + 1].norm1_mixer
             x, residual = self.ops.add_rms_norm(x, residual, following, self.eps)
-        return F.linear(x, self.lm_head).float()
+        return (x @ self.lm_head).float()

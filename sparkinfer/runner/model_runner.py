@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,7 +73,7 @@ class ModelRunner:
             max_model_len: longest sequence in tokens.
             num_snapshots: recurrent-state checkpoints in host memory.
             num_host_blocks: KV blocks in host memory.
-            load_format: `auto`, or `dummy` for seeded random weights of real shape.
+            load_format: `auto` or `safetensors`, or `dummy` for seeded random weights of real shape.
             seed: of the dummy weights.
             backend: kernels to use; None takes the device's own.
 
@@ -120,6 +121,7 @@ class ModelRunner:
                 max_positions=max_model_len,
             )
             self._allocate()
+        self._launched: deque[PendingStep] = deque()
         self._builder = BatchBuilder(max_num_seqs, max_model_len, self.dtype, self.device)
 
     def _allocate(self) -> None:
@@ -145,6 +147,14 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a step to its end. Raises ValueError for a plan that contradicts its contract."""
         return self.submit(plan).result()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step whose result `collect` will give; steps are collected in the order of their launch."""
+        self._launched.append(self.submit(plan))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step. Raises IndexError when none is under way."""
+        return self._launched.popleft().result()
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Start a step; on a GPU the host is free until `PendingStep.result`. Steps run in the order submitted."""

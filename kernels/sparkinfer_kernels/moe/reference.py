@@ -35,7 +35,7 @@ def grouped_experts(
     Args:
         x: [T, H].
         weights: [T, k] fp32; experts: [T, k] int64.
-        gate_up: [E, 2 * I, H]; down: [E, H, I].
+        gate_up: [E, H, 2 * I]; down: [E, I, H].
 
     Returns:
         [T, H] in the dtype of `x`.
@@ -51,7 +51,7 @@ def grouped_experts(
     for expert, count in enumerate(counts):
         if count:
             stop = start + count
-            torch.mm(swiglu(F.linear(rows[start:stop], gate_up[expert])), down[expert].t(), out=out[start:stop])
+            torch.mm(swiglu(rows[start:stop] @ gate_up[expert]), down[expert], out=out[start:stop])
             start = stop
     scaled = out.float().mul_(weights.view(-1, 1).index_select(0, order))
     # Back to token order, then a sum of fixed order: the result does not depend on the neighbours.
@@ -72,15 +72,15 @@ def moe(
 
     Args:
         x: [T, H].
-        router: [E + 1, H], the router's rows and, last, the shared expert's gate.
-        gate_up: [E, 2 * I, H]; down: [E, H, I].
-        shared_gate_up: [2 * S, H]; shared_down: [H, S].
+        router: [H, E + 1], the router's columns and, last, the shared expert's gate.
+        gate_up: [E, H, 2 * I]; down: [E, I, H].
+        shared_gate_up: [H, 2 * S]; shared_down: [S, H].
 
     Returns:
         [T, H] in the dtype of `x`.
     """
-    logits = F.linear(x, router)
+    logits = x @ router
     weights, experts = route(logits[:, :-1], top_k)
     routed = grouped_experts(x, weights, experts, gate_up, down)
-    shared = F.linear(swiglu(F.linear(x, shared_gate_up)), shared_down)
+    shared = swiglu(x @ shared_gate_up) @ shared_down
     return routed.add_(shared.mul_(torch.sigmoid(logits[:, -1:])))

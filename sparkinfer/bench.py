@@ -1,0 +1,200 @@
+"""`sparkinfer bench MODEL`: times of single engine steps, without server, scheduler or HTTP.
+
+Decode rows: n requests at the same context length, one token each per step. Prefill rows: prompts computed in one pass.
+Prompts are random token ids; times are medians of repeated steps after a warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import sparkinfer
+from sparkinfer.errors import ConfigError
+from sparkinfer.identity import engine_digest
+from sparkinfer.models.config import load_config
+from sparkinfer.runner.model_runner import ModelRunner
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, Row, SamplingParams, StepPlan
+
+SCHEMA = "sparkinfer/bench/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """One measured kind of step. Times are milliseconds of one step."""
+
+    phase: str
+    requests: int
+    tokens_each: int
+    """Prompt tokens of each request (prefill), context length at the first step (decode)."""
+    steps: int
+    median_ms: float
+    min_ms: float
+    tokens_per_s: float
+    """Tokens computed per second, from the median."""
+
+
+def _positive(text: str) -> list[int]:
+    values = [int(part) for part in text.split(",") if part]
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected positive whole numbers separated by commas")
+    return values
+
+
+def _prompts(text: str) -> list[tuple[int, int]]:
+    found = []
+    for part in text.split(","):
+        count, _, length = part.rpartition("x")
+        found.append((int(count or 1), int(length)))
+        if min(found[-1]) < 1:
+            raise argparse.ArgumentTypeError(f"{part!r}: expected TOKENS or COUNTxTOKENS")
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sparkinfer bench", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", metavar="MODEL", type=Path, help="model folder (only config.json with a dummy load)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32 (default %(default)s)")
+    parser.add_argument("--load-format", default="auto", help="auto, or dummy for random weights (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and dummy weights (default %(default)s)")
+    parser.add_argument("--threads", type=int, help="torch threads on CPU (default: torch's own choice)")
+    parser.add_argument("--decode", type=_positive, default=[1, 4, 16, 32], metavar="N,N", help="batch sizes")
+    parser.add_argument("--context", type=_positive, default=[128], metavar="N,N", help="context lengths of decode")
+    parser.add_argument(
+        "--prefill", type=_prompts, default=_prompts("128,1024,8192,4x128,16x128"), metavar="N,KxN", help="prompts"
+    )
+    parser.add_argument("--steps", type=int, default=40, help="timed decode steps (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed prefills (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the result there too")
+    return parser
+
+
+class _Load:
+    """Makes requests and their rows for a runner; every request has a slot and blocks of its own."""
+
+    def __init__(self, runner: ModelRunner, capacity: int, temperature: float, seed: int) -> None:
+        self.runner, self.capacity, self.temperature = runner, capacity, temperature
+        self.generator = torch.Generator().manual_seed(seed)
+        self.step = 0
+
+    def requests(self, count: int, length: int) -> list[Request]:
+        vocab = self.runner.config.vocab_size
+        return [
+            Request(
+                id=str(index),
+                prompt=torch.randint(0, vocab, (length,), generator=self.generator).tolist(),
+                sampling=SamplingParams(max_tokens=self.capacity, temperature=self.temperature, seed=index),
+            )
+            for index in range(count)
+        ]
+
+    def run(self, requests: Sequence[Request], *, decode: bool) -> float:
+        """One step over all requests: their prompts, or one token each. Returns seconds."""
+        per = self.capacity // KV_BLOCK_TOKENS
+        rows = [
+            Row(
+                request=request,
+                slot=slot,
+                blocks=list(range(slot * per, (slot + 1) * per)),
+                start=request.num_tokens - 1 if decode else 0,
+                length=1 if decode else len(request.prompt),
+                is_decode=decode,
+                samples=True,
+                output_index=len(request.output),
+            )
+            for slot, request in enumerate(requests)
+        ]
+        self.step += 1
+        started = time.perf_counter()
+        result = self.runner.execute(StepPlan(self.step, rows))
+        elapsed = time.perf_counter() - started
+        for request, token in zip(requests, result.tokens, strict=True):
+            request.output.append(token)
+        return elapsed
+
+
+def _row(phase: str, requests: int, tokens_each: int, per_step: int, times: list[float]) -> BenchRow:
+    median = statistics.median(times)
+    return BenchRow(phase, requests, tokens_each, len(times), median * 1e3, min(times) * 1e3, per_step / median)
+
+
+def measure(options: argparse.Namespace) -> list[BenchRow]:
+    """Run all measurements of the parsed options. Raises ConfigError when a length exceeds the model's positions."""
+    config = load_config(options.model)
+    warm = 4
+    longest = max([length for _, length in options.prefill] + [c + options.steps + warm + 1 for c in options.context])
+    capacity = -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+    if longest > config.max_positions:
+        raise ConfigError(
+            f"{longest} tokens are more than the model's {config.max_positions} positions:"
+            " shorten --prefill, --context or --steps"
+        )
+    sequences = max(options.decode + [count for count, _ in options.prefill])
+    runner = ModelRunner(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        max_num_seqs=sequences,
+        num_kv_blocks=sequences * capacity // KV_BLOCK_TOKENS,
+        max_model_len=min(capacity, config.max_positions),
+        load_format=options.load_format,
+        seed=options.seed,
+    )
+    load = _Load(runner, capacity, options.temperature, options.seed)
+    rows = []
+    for context in options.context:
+        for count in options.decode:
+            requests = load.requests(count, context)
+            load.run(requests, decode=False)
+            for _ in range(warm):
+                load.run(requests, decode=True)
+            times = [load.run(requests, decode=True) for _ in range(options.steps)]
+            rows.append(_row("decode", count, context, count, times))
+    for count, length in options.prefill:
+        times = [load.run(load.requests(count, length), decode=False) for _ in range(options.repeats + 1)][1:]
+        rows.append(_row("prefill", count, length, count * length, times))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line. Prints a table; returns 0. Raises SparkinferError for bad input."""
+    options = _parser().parse_args(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    rows = measure(options)
+    print(f"{'phase':8} {'requests':>8} {'tokens':>7} {'median ms':>10} {'min ms':>10} {'tok/s':>10}")
+    for row in rows:
+        print(
+            f"{row.phase:8} {row.requests:8d} {row.tokens_each:7d} {row.median_ms:10.3f} {row.min_ms:10.3f}"
+            f" {row.tokens_per_s:10.0f}"
+        )
+    if options.json is not None:
+        document = {
+            "schema": SCHEMA,
+            "version": sparkinfer.__version__,
+            "engine_digest": engine_digest(),
+            "model": options.model.name,
+            "random_weights": options.load_format == "dummy",
+            "device": options.device,
+            "dtype": options.dtype,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": {"arch": platform.machine(), "cpus": os.cpu_count()},
+            "rows": [asdict(row) for row in rows],
+        }
+        temporary = options.json.with_name(options.json.name + ".tmp")
+        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(options.json)
+    return 0
