@@ -206,7 +206,8 @@ def test_release_note_has_the_parts_of_the_form(raw_run, project, monkeypatch):
     path.write_text(json.dumps(info))
     write_report(raw.folder, project / "out", project, project / "changes")
     note = (project / "out" / "RELEASE_NOTE.md").read_text()
-    parts = ["# v0.1.0 — the first server", "## Measured", "16 chats: vLLM 0.30.0", "## What changed", "A server.",
+    parts = ["# v0.1.0 — the first server", "## Measured", "16 chats: vLLM 0.30.0",
+             "Per-token latency (ITL p50, ms) at 1 / 16 chats: sparkinfer 0.1.0 ", "## What changed", "A server.",
              "To turn it off: `SPARKINFER_MIXED_CHUNK=0`.", "Container:", "## What's Changed",
              "perf(runtime): mixed steps by @ada in #12", "docs: settings by @ada in ", "v0.0.9...v0.1.0"]  # fmt: skip
     places = [note.index(part) for part in parts]

@@ -274,6 +274,23 @@ def test_unicode_and_pipes_keep_the_tables_whole(raw_run, render):
             assert len(re.split(r"(?<!\\)\|", line)) == 8
 
 
+def test_optional_fields_of_run_json_may_be_absent(raw_run, render):
+    raw = raw_run()
+    path = raw.folder / "run.json"
+    info = json.loads(path.read_text())
+    for field in ("commands", "container"):
+        del info[field]
+    for field in ("dtype", "parameters"):
+        del info["models"][0][field]
+    for engine in info["engines"]:
+        del engine["environment"]
+    info["machine"] = {}
+    path.write_text(json.dumps(info))
+    text = (render(raw) / "CHANGELOG.md").read_text()
+    assert "Models: spark-tiny-dense (random weights, `sha256:" in text
+    assert "no container in this release" in text
+
+
 def test_trained_models_are_not_called_random(raw_run, render):
     report = render(raw_run(random_weights=False))
     for name in ("CHANGELOG.md", "RELEASE_NOTE.md", "report.html"):

@@ -20,7 +20,7 @@ from sparkinfer_eval.report.tables import (
     throughput_table,
     ttft_table,
 )
-from sparkinfer_eval.report.text import machine_line, refuse_claims, split_cell
+from sparkinfer_eval.report.text import machine_line, number, refuse_claims, split_cell
 
 
 def _title(figures: Figures, fragments: list[Fragment]) -> str:
@@ -45,7 +45,7 @@ def _measured(figures: Figures) -> list[Block]:
         chats = [c for c in cells if split_cell(c)[0] == "chat"]
         blocks.append(Heading(3, figures.model_title(model)))
         if chats:
-            blocks.append(ttft_table(figures, model, chats))
+            blocks += [ttft_table(figures, model, chats), Bullets([_per_token(figures, model, chats)])]
         if cells:
             blocks += [throughput_table(figures, model)]
         if arrival_cells(figures):
@@ -56,6 +56,16 @@ def _measured(figures: Figures) -> list[Block]:
             Paragraph(f"Missing measurements: {len(figures.run.missing)}; CHANGELOG.md names each with its reason.")
         )
     return blocks
+
+
+def _per_token(figures: Figures, model: str, cells: list[str]) -> str:
+    """`Per-token latency (ITL p50, ms) at 16 / 32 chats: 0.1.0 17.8 / 22.3; vLLM 0.30.0 19.8 / 29.2`."""
+    levels = " / ".join(f"{split_cell(cell)[1]:g}" for cell in cells)
+    parts = []
+    for engine in figures.run.engines:
+        values = (figures.value(engine["name"], model, cell, "itl_ms", "p50") for cell in cells)
+        parts.append(f"{engine['label']} {' / '.join(number(value) for value in values)}")
+    return f"Per-token latency (ITL p50, ms) at {levels} chats: {'; '.join(parts)}."
 
 
 def _checks(figures: Figures) -> Paragraph:

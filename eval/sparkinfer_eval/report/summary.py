@@ -88,6 +88,18 @@ def tools(figures: Figures) -> str:
     return ", ".join(f"{TOOL_NAMES.get(name, name)} {version}".strip() for name, version in sorted(found))
 
 
+def _model(info: dict[str, Any]) -> str:
+    """A model's name with what is declared of it."""
+    facts = []
+    if "parameters" in info:
+        facts.append(f"{info['parameters']:,} parameters")
+    if "dtype" in info:
+        facts.append(info["dtype"])
+    if info["random_weights"] and "random weights" not in info["label"]:
+        facts.append("random weights")
+    return f"{info['label']} ({', '.join([*facts, '`' + info['digest'] + '`'])})"
+
+
 def head(figures: Figures) -> list[Block]:
     """Title and the facts that every figure depends on."""
     info = figures.run.info
@@ -95,17 +107,7 @@ def head(figures: Figures) -> list[Block]:
     engines = "; ".join(
         f"{e['label']} (`{e['digest']}`{', ' + e['note'] if e.get('note') else ''})" for e in figures.run.engines
     )
-    models = "; ".join(
-        f"{m['label']} ("
-        + ", ".join(
-            [f"{m['parameters']:,} parameters"] * ("parameters" in m)
-            + [m["dtype"]] * ("dtype" in m)
-            + ["random weights"] * (m["random_weights"] and "random weights" not in m["label"])
-            + [f"`{m['digest']}`"]
-        )
-        + ")"
-        for m in info["models"]
-    )
+    models = "; ".join(_model(m) for m in info["models"])
     blocks: list[Block] = [
         Heading(1, f"sparkinfer {info['version']}: run {info['run']}"),
         Paragraph(f"{info['scale']['statement']} Profile `{info['profile']}`. {weights_sentence(figures)}".strip()),
