@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from dataclasses import dataclass
@@ -106,7 +107,8 @@ def _read_measurement(folder: Path, info: dict[str, Any]) -> Measurement:
     _expect(path, "model_digest", result.model_digest, declared_model["digest"])
     records_path = folder / "records.jsonl"
     try:
-        records = read_records(records_path)
+        # No figure needs the single tokens' times, which are most of a large run's memory.
+        records = [dataclasses.replace(r, token_ns=None) for r in read_records(records_path)]
     except FileNotFoundError as error:
         raise ConfigError(f"{records_path} does not exist: remove {folder} and measure the cell again") from error
     except ValueError as error:
