@@ -10,6 +10,8 @@ import hashlib
 from array import array
 from collections.abc import Iterator
 
+import msgspec
+
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request
 
 HASH_BYTES = 16
@@ -20,52 +22,46 @@ def root_hash(salt: str) -> bytes:
     return hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"sparkinfer.kv").digest()
 
 
-def block_hash(parent: bytes, tokens: list[int]) -> bytes:
-    """Hash of one block of 16 token ids after the prefix `parent`."""
-    return hashlib.blake2b(parent + array("Q", tokens).tobytes(), digest_size=HASH_BYTES).digest()
-
-
 def extend_hashes(hashes: list[bytes], request: Request, num_blocks: int) -> None:
-    """Append to `hashes` until it covers the first `num_blocks` blocks, whose tokens must be known."""
+    """Append to `hashes` until it covers the first `num_blocks` blocks, whose tokens must be known.
+
+    A block's hash is blake2b over the hash before it and its 16 token ids as 8-byte integers.
+    """
     start = len(hashes)
     if start >= num_blocks:
         return
     parent = hashes[-1] if hashes else root_hash(request.cache_salt)
     tokens = request.tokens(start * KV_BLOCK_TOKENS, num_blocks * KV_BLOCK_TOKENS)
-    for offset in range(0, len(tokens), KV_BLOCK_TOKENS):
-        parent = block_hash(parent, tokens[offset : offset + KV_BLOCK_TOKENS])
+    data = array("Q", tokens).tobytes()
+    blake2b, step = hashlib.blake2b, len(data) // (num_blocks - start)
+    for offset in range(0, len(data), step):
+        parent = blake2b(parent + data[offset : offset + step], digest_size=HASH_BYTES).digest()
         hashes.append(parent)
 
 
-class PrefixNode:
+class PrefixNode(msgspec.Struct, eq=False):
     """One cached block. `depth` counts blocks from the start: the node ends at position 16 * depth."""
 
-    __slots__ = (
-        "block", "children", "depth", "device_children", "hash", "hits", "host_block", "inherited", "parent", "pins",
-        "refs", "snapshot", "touched",
-    )  # fmt: skip
-
-    def __init__(self, digest: bytes, parent: PrefixNode | None, block: int) -> None:
-        self.hash = digest
-        self.parent = parent
-        self.depth: int = parent.depth + 1 if parent else 1
-        self.block = block
-        """Device block, -1 while only the host copy exists."""
-        self.host_block = -1
-        self.children: set[PrefixNode] = set()
-        self.device_children = 0
-        """Children with a device block: such a node stays on the device."""
-        self.refs = 0
-        """Running requests whose leading blocks include this one; never more than the parent's."""
-        self.snapshot = -1
-        """Snapshot of the recurrent state at the node's end, or -1."""
-        self.pins = 0
-        """Rows in flight that restore from the snapshot."""
-        self.hits = 0
-        self.touched = 0.0
-        """The eviction clock at the last use."""
-        self.inherited = 0.0
-        """The best score of a child that has moved to the host."""
+    hash: bytes
+    parent: PrefixNode | None
+    depth: int
+    block: int
+    """Device block, -1 while only the host copy exists."""
+    host_block: int = -1
+    children: set[PrefixNode] = msgspec.field(default_factory=set)
+    device_children: int = 0
+    """Children with a device block: such a node stays on the device."""
+    refs: int = 0
+    """Running requests whose leading blocks include this one; never more than the parent's."""
+    snapshot: int = -1
+    """Snapshot of the recurrent state at the node's end, or -1."""
+    pins: int = 0
+    """Rows in flight that restore from the snapshot."""
+    hits: int = 0
+    touched: float = 0.0
+    """The eviction clock at the last use."""
+    inherited: float = 0.0
+    """The best score of a child that has moved to the host."""
 
     @property
     def position(self) -> int:
@@ -118,7 +114,7 @@ class PrefixIndex:
         """A new node holding device block `block`. Raises ValueError when the hash exists."""
         if digest in self._nodes:
             raise ValueError("this prefix is in the index already")
-        node = PrefixNode(digest, parent, block)
+        node = PrefixNode(digest, parent, parent.depth + 1 if parent is not None else 1, block)
         self._nodes[digest] = node
         if parent is not None:
             parent.children.add(node)

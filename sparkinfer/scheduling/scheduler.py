@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from sparkinfer.errors import RequestError, SparkinferError
 from sparkinfer.scheduling.checkpoints import next_decode_position
 from sparkinfer.scheduling.config import SchedulerConfig
-from sparkinfer.scheduling.passes import LoadView, PassShape, choose_pass, chunk_length, is_long
+from sparkinfer.scheduling.passes import LoadView, PassShape, choose_pass, chunk_length, is_long, prefill_shape
 from sparkinfer.scheduling.preemption import latest
 from sparkinfer.scheduling.prefix_index import PrefixNode
 from sparkinfer.scheduling.queue import WaitingQueue, order_key
@@ -28,6 +28,7 @@ from sparkinfer.scheduling.types import (
     Row,
     StepPlan,
     StepResult,
+    TokenLogprobs,
     TokenUpdate,
 )
 
@@ -59,6 +60,8 @@ class InFlight:
     """A plan that is not committed, with the sequences of its rows and the nodes they restore from."""
 
     plan: StepPlan
+    decoding: int = 0
+    """Decode rows; they come first."""
     sequences: list[Sequence] = field(default_factory=list)
     restores: list[PrefixNode] = field(default_factory=list)
 
@@ -177,9 +180,12 @@ class Scheduler:
         if self._lists_stale:
             self._refresh_lists()
         flight = InFlight(StepPlan(step_id=self._step, rows=[]))
-        shape = choose_pass(self._load(), self.config)
+        load = self._load()
+        shape = choose_pass(load, self.config)
         if shape.decode:
             self._add_decode_rows(flight)
+            if not flight.plan.rows and load.head_left:  # The last decoding request has just been preempted.
+                shape = prefill_shape(load, self.config)
             if shape.budget:
                 self._add_prefill_rows(flight, shape)
         else:
@@ -227,9 +233,7 @@ class Scheduler:
                     continue
                 if start + 1 == sequence.next_checkpoint:
                     checkpoints = self._decode_checkpoint(sequence)
-                sequence.look_at = min(
-                    len(request.blocks) * KV_BLOCK_TOKENS, sequence.end_computed, sequence.next_checkpoint - 1
-                )
+                self._set_look_at(sequence, start)
             outputs = request.num_in_flight_outputs
             # fmt: off
             rows.append(Row(
@@ -239,8 +243,15 @@ class Scheduler:
             # fmt: on
             request.num_computed = start + 1
             request.num_in_flight_outputs = outputs + 1
-            sequence.in_flight += 1
             sequences.append(sequence)
+        flight.decoding = len(rows)
+
+    def _set_look_at(self, sequence: Sequence, start: int) -> None:
+        """Where the next row after the one at `start` needs more than the common path."""
+        last = sequence.end_computed - 1
+        sequence.attention = start >= last
+        room = len(sequence.request.blocks) * KV_BLOCK_TOKENS
+        sequence.look_at = min(room, last if start < last else last + 1, sequence.next_checkpoint - 1)
 
     def _can_decode(self, sequence: Sequence) -> bool:
         """Whether the sequence has a next token to compute and a block for it; takes one where it is needed."""
@@ -319,9 +330,10 @@ class Scheduler:
             sequence.restore_node = None
         flight.plan.rows.append(row)
         flight.sequences.append(sequence)
-        sequence.in_flight += 1
         request.num_computed = start + length
-        if samples:
+        if not samples:
+            sequence.chunks_in_flight += 1
+        else:
             request.num_in_flight_outputs += 1
             sequence.phase = Phase.DECODE
             sequence.look_at = 0
@@ -352,7 +364,7 @@ class Scheduler:
             victim = latest(self._prefilling, self._decoding)
             if victim.in_flight:
                 # Its memory comes back when its row commits; nobody else needs to go meanwhile.
-                victim.preempting = True
+                victim.preempting = victim.attention = True
                 victim.look_at = 0
                 return False
             self._preempt(victim)
@@ -369,7 +381,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.state = RequestState.WAITING
         sequence.phase = Phase.WAITING
-        sequence.preempting = False
+        sequence.preempting = sequence.attention = False
         sequence.look_at = 0
         sequence.match_version = -1
         self._lists_stale = True
@@ -382,6 +394,7 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         sequence.phase = Phase.DONE
+        sequence.attention = True
         sequence.look_at = 0
         self._lists_stale = True
         del self._by_id[request.id]
@@ -394,50 +407,69 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take in the result of the oldest plan in flight. Raises SparkinferError when it does not fit that plan."""
-        flight = self._take_oldest(plan, result)
+        flight, decoding = self._take_oldest(plan, result)
         for node in flight.restores:
             self.cache.unpin(node)
         updates: list[TokenUpdate] = []
-        counters = self._counters
-        samples = iter(zip(result.tokens, result.logprobs, strict=True))
-        for row, sequence in zip(plan.rows, flight.sequences, strict=True):
-            sequence.in_flight -= 1
-            if row.checkpoints:
-                self._publish(row, sequence)
-            if row.is_decode:
-                counters.decode_tokens += 1
-            else:
-                counters.prefill_tokens += row.length
+        rows, sequences, tokens, logprobs = plan.rows, flight.sequences, result.tokens, result.logprobs
+        # Decode rows come first and all have a token: the common path of a step is this loop.
+        for row, sequence, token, logprob in zip(rows[:decoding], sequences, tokens, logprobs, strict=False):
+            if sequence.attention or row.checkpoints or token in sequence.stop_ids:
+                self._commit_row(row, sequence, token, logprob, updates)
+                continue
+            request = row.request
+            request.output.append(token)
+            request.num_in_flight_outputs -= 1
+            updates.append(TokenUpdate(request, token, logprob, None))
+        self._counters.decode_tokens += decoding
+        index = decoding
+        for row, sequence in zip(rows[decoding:], sequences[decoding:], strict=True):
+            self._counters.prefill_tokens += row.length
             if row.samples:
-                token, logprobs = next(samples)
-                if sequence.phase is not Phase.DONE:
-                    request = row.request
-                    request.output.append(token)
-                    request.num_in_flight_outputs -= 1
-                    finish = None
-                    if token in sequence.stop_ids and row.output_index >= sequence.min_tokens:
-                        finish = FinishReason.STOP
-                    elif row.start + row.length >= sequence.end_computed:
-                        finish = FinishReason.LENGTH
-                    updates.append(TokenUpdate(request, token, logprobs, finish))
-                    if finish is not None:
-                        self._finish(sequence, finish)
-            if not sequence.in_flight and (sequence.preempting or sequence.phase is Phase.DONE):
-                self._settle(sequence)
+                self._commit_row(row, sequence, tokens[index], logprobs[index], updates)
+                index += 1
+            else:
+                self._commit_chunk(row, sequence)
         self.resources.committed(plan.step_id)
         self.resources.retire(self._in_flight[-1].plan.step_id if self._in_flight else None)
         return updates
 
-    def _take_oldest(self, plan: StepPlan, result: StepResult) -> InFlight:
+    def _commit_row(
+        self, row: Row, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, updates: list[TokenUpdate]
+    ) -> None:
+        """A row with a token, of a sequence that may have ended since, or may end with it."""
+        request = row.request
+        request.num_in_flight_outputs -= 1
+        self._publish(row, sequence)
+        if sequence.phase is not Phase.DONE:
+            request.output.append(token)
+            finish = None
+            if token in sequence.stop_ids and row.output_index >= sequence.min_tokens:
+                finish = FinishReason.STOP
+            elif row.start + row.length >= sequence.end_computed:
+                finish = FinishReason.LENGTH
+            updates.append(TokenUpdate(request, token, logprobs, finish))
+            if finish is not None:
+                self._finish(sequence, finish)
+        self._settle(sequence)
+
+    def _commit_chunk(self, row: Row, sequence: Sequence) -> None:
+        sequence.chunks_in_flight -= 1
+        self._publish(row, sequence)
+        self._settle(sequence)
+
+    def _take_oldest(self, plan: StepPlan, result: StepResult) -> tuple[InFlight, int]:
+        """The oldest plan in flight, if that is what `result` answers, and its number of decode rows."""
         if not self._in_flight or self._in_flight[0].plan is not plan or result.step_id != plan.step_id:
             raise SparkinferError(f"result of step {result.step_id} committed out of order: plans commit as scheduled")
-        sampled = sum(row.samples for row in plan.rows)
+        decoding = self._in_flight[0].decoding
+        sampled = decoding + sum(row.samples for row in plan.rows[decoding:])
         if len(result.tokens) != sampled or len(result.logprobs) != sampled:
             raise SparkinferError(
                 f"step {plan.step_id} samples {sampled} tokens, its result has {len(result.tokens)} tokens and "
                 f"{len(result.logprobs)} logprobs: the model runner is at fault"
             )
-        return self._in_flight.popleft()
+        return self._in_flight.popleft(), decoding
 
     def _publish(self, row: Row, sequence: Sequence) -> None:
         """The step that wrote the row's snapshots has committed: enter them, unless the request has ended before."""
@@ -451,8 +483,11 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence) -> None:
         """After the last row in flight: do what waited for it."""
-        if sequence in self._draining:
-            self._draining.remove(sequence)
-            self.resources.release(sequence)
-        elif sequence.preempting and sequence.phase is not Phase.DONE:
+        if sequence.in_flight:
+            return
+        if sequence.phase is Phase.DONE:
+            if sequence in self._draining:
+                self._draining.remove(sequence)
+                self.resources.release(sequence)
+        elif sequence.preempting:
             self._preempt(sequence)

@@ -39,8 +39,10 @@ class Sequence:
     stop_ids: frozenset[int]
     min_tokens: int
     phase: Phase = Phase.WAITING
-    in_flight: int = 0
-    """Rows in plans that are not committed."""
+    chunks_in_flight: int = 0
+    """Prompt chunks without an output in plans that are not committed."""
+    attention: bool = False
+    """A commit has more to do for this sequence than to pass on a token: it ended, is a victim, or is at its end."""
     preempting: bool = False
     """Chosen as a victim; gives its resources back when its last row in flight commits."""
     admitted_before: bool = False
@@ -60,6 +62,11 @@ class Sequence:
     """The same for the next position while generating."""
     last_decode_node: PrefixNode | None = None
     """The latest checkpoint saved while generating: a newer one replaces it."""
+
+    @property
+    def in_flight(self) -> int:
+        """Rows in plans that are not committed."""
+        return self.chunks_in_flight + self.request.num_in_flight_outputs
 
     @property
     def tokens_left(self) -> int:

@@ -1,8 +1,8 @@
 """A model without weights: its next token is a pure function of the whole token history.
 
-The "recurrent state" is a hash chained over all tokens so far, the "KV" of a position is the state after it, and the next
-token mixes the state with every KV entry before it. A wrong block, a stale state, a restore from the wrong snapshot or a
-lost move therefore shows up as a wrong token.
+The "recurrent state" is a hash chained over all tokens so far, the "KV" of a position is the state after it, and the
+next token mixes the state with every KV entry before it. A wrong block, a stale state, a restore from the wrong
+snapshot or a lost move therefore shows up as a wrong token.
 """
 
 from __future__ import annotations
@@ -52,6 +52,14 @@ def expected_output(request: Request, max_model_len: int) -> list[int]:
         if token in request.end_token_ids and index >= request.sampling.min_tokens:
             return outputs[: index + 1]
     return outputs
+
+
+def state_after(tokens: list[int]) -> int:
+    """The state that a fresh prefill of `tokens` ends in."""
+    state = 0
+    for position, token in enumerate(tokens):
+        state = advance(state, token, position)
+    return state
 
 
 @dataclass
@@ -104,10 +112,9 @@ class FakeRunner:
     def _run(self, row: Row, inputs: list[int] | None) -> int | None:
         tokens = [self.last_token[row.slot]] if inputs is None else inputs
         self.tokens += row.length
+        state = self.slots[row.slot] if row.start else 0
         if row.restore is not None:
             state = self.snapshots[row.restore]
-        else:
-            state = self.slots[row.slot] if row.start else 0
         saves = {c.position: c.snapshot for c in row.checkpoints}
         for position, token in enumerate(tokens, row.start):
             state = advance(state, token, position)
@@ -139,7 +146,9 @@ def check_plan(plan: StepPlan) -> None:
         assert row.length >= 1
         assert row.start + row.length <= len(row.blocks) * KV_BLOCK_TOKENS, "a row reaches beyond its blocks"
         if row.is_decode:
-            assert row.length == 1 and row.samples and row.restore is None
+            assert row.length == 1
+            assert row.samples
+            assert row.restore is None
         assert not row.pending or row.length == 1
         assert row.restore is None or row.start > 0
         mine = set(row.blocks[row.start // KV_BLOCK_TOKENS : -(-(row.start + row.length) // KV_BLOCK_TOKENS)])

@@ -1,0 +1,155 @@
+"""Each rule of mixed steps and packed prefill, by its setting."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from sparkinfer.scheduling.config import SchedulerConfig
+from sparkinfer.scheduling.passes import LoadView, PassShape, choose_pass, chunk_length, mixing_applies
+from sparkinfer.scheduling.types import StepPlan
+from tests.scheduling.driver import Driver
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {"max_num_seqs": 64, "num_kv_blocks": 8192, "max_model_len": 16384}
+    return SchedulerConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def load(decoding: bool = True, requests: int = 20, head_left: int = 1000, streak: int = 0) -> LoadView:
+    return LoadView(decoding, requests, head_left, streak)
+
+
+def test_defaults_are_those_of_the_seeds() -> None:
+    assert choose_pass(load(), config()) == PassShape(decode=True, budget=1024, max_prompts=8)
+    assert choose_pass(load(), config(mixed_chunk=4096)).budget == 4096
+
+
+def test_no_prompt_waits_decode_only() -> None:
+    assert choose_pass(load(head_left=0), config()) == PassShape(decode=True)
+
+
+def test_mixed_chunk_0_separates_prefill_and_decode() -> None:
+    off = config(mixed_chunk=0)
+    assert not choose_pass(load(), off).decode
+    assert choose_pass(load(streak=1), off) == PassShape(decode=True)
+    assert not choose_pass(load(streak=1), config(mixed_chunk=0, prefill_passes_per_decode=2)).decode
+
+
+def test_long_prompts_keep_a_pass_of_their_own() -> None:
+    assert choose_pass(load(head_left=2049), config()) == PassShape(False, 8192, 1, alone=True)
+    assert choose_pass(load(head_left=2048), config()).decode
+    assert choose_pass(load(head_left=2049), config(own_pass_tokens=4096)).decode
+    assert choose_pass(load(head_left=2049, streak=1), config()).decode, "and decoding requests go on in between"
+    assert choose_pass(load(decoding=False, head_left=2049), config()).alone
+
+
+@pytest.mark.parametrize(("requests", "mixed"), [(1, False), (8, False), (9, True)])
+def test_small_loads_are_left_to_speculation_when_a_drafter_is_loaded(requests: int, mixed: bool) -> None:
+    assert mixing_applies(load(requests=requests), config(drafter_loaded=True)) is mixed
+    assert mixing_applies(load(requests=requests), config())
+    assert mixing_applies(load(requests=requests), config(drafter_loaded=True, spec_load_limit=0))
+
+
+def test_packing_and_its_switches() -> None:
+    burst = load(decoding=False)
+    assert choose_pass(burst, config()) == PassShape(False, 8192, 64)
+    assert choose_pass(burst, config(pack_prefill=False)).max_prompts == 1
+    assert choose_pass(burst, config(is_moe=True)).max_prompts == 64
+    assert choose_pass(burst, config(is_moe=True, pack_moe=False)).max_prompts == 1
+    assert choose_pass(burst, config(is_moe=False, pack_moe=False)).max_prompts == 64
+
+
+def test_chunks_end_their_prompt_or_on_an_aligned_position() -> None:
+    assert chunk_length(0, 100, 100, 64) == 100
+    assert chunk_length(0, 101, 100, 64) == 64
+    assert chunk_length(48, 500, 100, 64) == 80
+    assert chunk_length(64, 500, 63, 64) == 0
+
+
+def plans_of(driver: Driver) -> list[StepPlan]:
+    plans = []
+    while driver.scheduler.has_work:
+        assert driver.launch()
+        plans.append(driver.launched[-1])
+        driver.collect()
+    return plans
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [(seed * 31 + i * 7) % 97 for i in range(length)]
+
+
+def driver(**changes: object) -> Driver:
+    values: dict[str, object] = {
+        "max_num_seqs": 32,
+        "num_kv_blocks": 4096,
+        "max_model_len": 8192,
+        "prefill_chunk": 4096,
+    }
+    return Driver(config(**(values | changes)))
+
+
+def test_one_mixed_step_carries_up_to_8_prompts_oldest_first_within_the_budget() -> None:
+    engine = driver(mixed_chunk=1024)
+    engine.add(prompt(10, 0), 40, stops=False)
+    engine.step()
+    waiting = [engine.add(prompt(100, 1 + i), 4, stops=False) for i in range(12)]
+    first, second = plans_of(engine)[:2]
+    assert [r.request for r in first.rows if not r.is_decode] == waiting[:8]
+    assert [r.request for r in second.rows if not r.is_decode] == waiting[8:]
+    assert first.num_decode == 1
+    assert second.num_decode == 9, "a prompt that ended in a pass took its first token from it"
+    assert all(r.samples for r in first.rows)
+
+
+def test_budget_cuts_the_last_prompt_which_goes_on_first() -> None:
+    engine = driver(mixed_chunk=1024)
+    engine.add(prompt(10, 0), 40, stops=False)
+    engine.step()
+    a, b, c = (engine.add(prompt(700, 1 + i), 4, stops=False) for i in range(3))
+    first, second = plans_of(engine)[:2]
+    assert [(r.request, r.start, r.length) for r in first.rows[1:]] == [(a, 0, 700), (b, 0, 320)]
+    assert [(r.request, r.start, r.length) for r in second.rows[2:]] == [(b, 320, 380), (c, 0, 640)]
+
+
+def test_a_burst_is_packed_and_a_long_prompt_runs_alone() -> None:
+    engine = driver()
+    shorts = [engine.add(prompt(500, i), 2, stops=False) for i in range(3)]
+    long = engine.add(prompt(3000, 9), 2, stops=False)
+    last = engine.add(prompt(300, 10), 2, stops=False)
+    plans = plans_of(engine)
+    assert [r.request for r in plans[0].rows] == [*shorts, last]
+    alone = [p for p in plans if any(r.request is long and not r.is_decode for r in p.rows)]
+    assert [[(r.start, r.length) for r in p.rows] for p in alone] == [[(0, 3000)]]
+
+
+def test_long_prompts_do_not_stop_decoding() -> None:
+    """Chunks of a long prompt alternate with steps in which the others get a token."""
+    engine = driver(prefill_chunk=1024)
+    engine.add(prompt(10, 0), 60, stops=False)
+    engine.step()
+    engine.add(prompt(8000, 1), 2, stops=False)
+    kinds = [plan.num_decode > 0 for plan in plans_of(engine)]
+    assert all(any(pair) for pair in itertools.pairwise(kinds))
+
+
+def test_mixing_off_never_mixes() -> None:
+    engine = driver(mixed_chunk=0)
+    for i in range(20):
+        engine.add(prompt(50 + i, i), 5 + i, stops=False)
+        engine.step()
+    for plan in plans_of(engine):
+        assert plan.num_decode in (0, len(plan.rows))
+
+
+def test_priority_first_then_arrival() -> None:
+    engine = driver(max_num_seqs=1)
+    blocker = engine.add(prompt(20, 0), 3, stops=False)
+    engine.step()
+    late = engine.add(prompt(20, 1), 1, priority=1, stops=False)
+    normal = [engine.add(prompt(20, 2 + i), 1, stops=False) for i in range(2)]
+    urgent = engine.add(prompt(20, 5), 1, priority=-1, stops=False)
+    plans_of(engine)
+    assert engine.finished == [blocker, urgent, *normal, late]

@@ -1,0 +1,141 @@
+"""The checks can fail: each fault planted here is found by random lives of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from sparkinfer.scheduling import prefix_index
+from sparkinfer.scheduling.blocks import BlockPool
+from sparkinfer.scheduling.invariants import IntegrityError
+from sparkinfer.scheduling.prefix_cache import PrefixCache
+from sparkinfer.scheduling.resources import Resources
+from sparkinfer.scheduling.scheduler import Scheduler
+from sparkinfer.scheduling.sequence import Sequence
+from sparkinfer.scheduling.types import MoveKind, StepPlan
+from tests.scheduling.driver import fuzz
+
+LIVES = 60
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def state_of_another_position(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is written one block early, its key says otherwise."""
+    schedule = Scheduler.schedule
+
+    def planted(self: Scheduler) -> StepPlan | None:
+        plan = schedule(self)
+        for row in plan.rows if plan else []:
+            if row.checkpoints and row.checkpoints[0].position - 16 > row.start:
+                first = row.checkpoints[0]
+                moved = type(first)(first.position - 16, first.snapshot)
+                plan.rows[plan.rows.index(row)] = msgspec.structs.replace(
+                    row, checkpoints=(moved, *row.checkpoints[1:])
+                )
+        return plan
+
+    patch.setattr(Scheduler, "schedule", planted)
+
+
+def no_restore(patch: pytest.MonkeyPatch) -> None:
+    """A hit takes the KV but not the state."""
+    schedule = Scheduler.schedule
+
+    def planted(self: Scheduler) -> StepPlan | None:
+        plan = schedule(self)
+        for row in plan.rows if plan else []:
+            row.restore = None
+        return plan
+
+    patch.setattr(Scheduler, "schedule", planted)
+
+
+def moves_lost(patch: pytest.MonkeyPatch) -> None:
+    """A block comes back from the host in the books only."""
+    schedule = Scheduler.schedule
+
+    def planted(self: Scheduler) -> StepPlan | None:
+        plan = schedule(self)
+        if plan:
+            plan.moves = [m for m in plan.moves if m.kind is MoveKind.TO_HOST]
+        return plan
+
+    patch.setattr(Scheduler, "schedule", planted)
+
+
+def released_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """A request that ends gives its blocks and slot back although a step in flight uses them."""
+    patch.setattr(Sequence, "in_flight", property(lambda self: 0))
+
+
+def published_without_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Hashes do not chain: equal blocks after different beginnings are taken for equal prefixes."""
+
+    def planted(hashes: list[bytes], request: object, num_blocks: int) -> None:
+        for block in range(len(hashes), num_blocks):
+            tokens = request.tokens(block * 16, block * 16 + 16)  # type: ignore[attr-defined]
+            hashes.append(bytes(tokens[-1:]) + bytes([block]))
+
+    patch.setattr(prefix_index, "extend_hashes", planted)
+    patch.setattr("sparkinfer.scheduling.prefix_cache.extend_hashes", planted)
+
+
+def blocks_leak(patch: pytest.MonkeyPatch) -> None:
+    """A release forgets the last block."""
+    release = BlockPool.release
+    patch.setattr(BlockPool, "release", lambda self, blocks: release(self, list(blocks)[:-1] or list(blocks)))
+
+
+def references_leak(patch: pytest.MonkeyPatch) -> None:
+    """A preempted or finished request keeps its cache entries referenced."""
+    patch.setattr(PrefixCache, "let_go", lambda self, sequence: sequence.nodes.clear())
+
+
+def snapshot_kept(patch: pytest.MonkeyPatch) -> None:
+    """A snapshot of a request that was cancelled in flight is never given back."""
+    patch.setattr(PrefixCache, "drop_snapshot", lambda self, snapshot: None)
+
+
+def retired_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that were replaced by shared ones are free while a step in flight reads them."""
+
+    def planted(self: Resources, last_step: int | None) -> None:
+        blocks, self.cache.retired_blocks = self.cache.retired_blocks, []
+        self.blocks.release(blocks)
+        hosts, self.cache.retired_host = self.cache.retired_host, []
+        for host in hosts:
+            self.cache.host.release(host)
+
+    patch.setattr(Resources, "retire", planted)
+
+
+def preempted_keeps_count(patch: pytest.MonkeyPatch) -> None:
+    """A preempted request believes that what it computed still exists (vllm-metal #488)."""
+    preempt = Scheduler._preempt
+
+    def planted(self: Scheduler, sequence: Sequence) -> None:
+        computed = sequence.request.num_computed
+        preempt(self, sequence)
+        sequence.request.num_computed = computed
+
+    patch.setattr(Scheduler, "_preempt", planted)
+
+
+def _live() -> None:
+    for seed in range(LIVES):
+        fuzz(seed, 300)
+
+
+FAULTS: list[Patch] = [
+    state_of_another_position, no_restore, moves_lost, released_in_flight, published_without_tokens, blocks_leak,
+    references_leak, snapshot_kept, retired_at_once, preempted_keeps_count,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_planted_fault_is_found(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, IntegrityError, ValueError, IndexError, KeyError)):
+        _live()

@@ -1,0 +1,194 @@
+"""Prefix cache: what hits, what does not, where checkpoints lie, what is evicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparkinfer.scheduling.checkpoints import end_position, next_decode_position, prompt_positions
+from sparkinfer.scheduling.eviction import recompute_cost
+from sparkinfer.scheduling.sequence import NEVER
+from sparkinfer.scheduling.types import MoveKind, Request
+from tests.scheduling.driver import Driver, family_tokens, small_config
+
+
+def driver(**changes: object) -> Driver:
+    defaults: dict[str, object] = {"num_kv_blocks": 200, "num_snapshots": 40, "max_in_flight": 1}
+    return Driver(small_config(**(defaults | changes)))
+
+
+@pytest.mark.parametrize(
+    ("length", "position"), [(1076, 1056), (1077, 1056), (777, 752), (32, 16), (31, 0), (48, 32), (16, 0), (1, 0)]
+)
+def test_end_checkpoint_moves_back_out_of_the_last_16_tokens(length: int, position: int) -> None:
+    assert end_position(length) == position
+    assert position == 0 or 16 <= length - position < 32
+
+
+def test_checkpoints_inside_a_prompt() -> None:
+    config = small_config(checkpoint_interval=64, branch_min_tokens=16)
+    assert prompt_positions(200, 0, 0, config) == [64, 128, 176]
+    assert prompt_positions(200, 128, 0, config) == [176]
+    assert prompt_positions(200, 0, 96, config) == [64, 96, 128, 176]
+    assert prompt_positions(200, 176, 0, config) == []
+    assert prompt_positions(200, 0, 48, small_config(checkpoint_interval=0, branch_min_tokens=64)) == [176]
+
+
+def test_checkpoints_while_generating() -> None:
+    config = small_config(decode_checkpoint_interval=32)
+    assert next_decode_position(40, 200, config) == 64
+    assert next_decode_position(64, 200, config) == 96
+    assert next_decode_position(96, 120, config) == 112, "the last boundary before the known end"
+    assert next_decode_position(112, 120, config) == NEVER
+    assert next_decode_position(40, 200, small_config(decode_checkpoint_interval=0)) == NEVER
+
+
+def test_a_repeated_prompt_computes_only_its_tail() -> None:
+    engine = driver()
+    prompt = family_tokens(0)[:100]
+    assert engine.run(prompt, 2).num_cached == 0
+    assert engine.run(prompt, 2).num_cached == 80
+    assert engine.scheduler.stats().prefix_hits_tokens == 80
+
+
+def test_chats_hit_across_turns() -> None:
+    engine = driver()
+    chat = family_tokens(0)[:70]
+    for _ in range(3):
+        answer = engine.run(chat, 40, stops=False)
+        before = len(chat)
+        chat = [*chat, *answer.output, 3, 4, 5]
+        warm = engine.run(chat, 1, stops=False)
+        assert warm.num_cached > before, "the last answer is in the cache too"
+
+
+def test_a_shared_beginning_hits_once_its_branch_point_is_known() -> None:
+    engine = driver(checkpoint_interval=0)
+    shared = family_tokens(0)[:120]
+    cached = [engine.run(shared + [i] * 40, 1).num_cached for i in range(4)]
+    assert cached[:2] == [0, 0], "the first makes KV, the second the checkpoint where they part"
+    assert cached[2:] == [112, 112]
+
+
+def test_salts_and_opt_out_do_not_share() -> None:
+    engine = driver()
+    prompt = family_tokens(0)[:100]
+    engine.run(prompt, 2, salt="a")
+    assert engine.run(prompt, 2, salt="b").num_cached == 0
+    assert engine.run(prompt, 2, salt="").num_cached == 0
+    assert engine.run(prompt, 2, salt="a", cache=False).num_cached == 0
+    assert engine.run(prompt, 2, salt="a").num_cached == 80
+    other = driver()
+    other.run(prompt, 2, cache=False)
+    assert len(other.scheduler.cache.index) == 0
+
+
+def test_reset_drops_everything_that_no_request_holds() -> None:
+    engine = driver()
+    prompt = family_tokens(0)[:100]
+    engine.run(prompt, 2)
+    engine.add(family_tokens(1)[:100], 30, stops=False)
+    engine.step()
+    engine.step()
+    blocks, snapshots = engine.scheduler.reset_cache()
+    assert blocks == 5
+    assert snapshots >= 2
+    engine.check()
+    engine.drain()
+    assert engine.run(prompt, 2).num_cached == 0
+    engine.scheduler.reset_cache()
+    assert engine.scheduler.resources.blocks.num_used == 0
+    assert engine.scheduler.stats().prefix_bytes == 0
+
+
+def test_no_snapshots_no_cache() -> None:
+    engine = driver(num_snapshots=0, num_host_blocks=0)
+    prompt = family_tokens(0)[:100]
+    engine.run(prompt, 2)
+    assert engine.run(prompt, 2).num_cached == 0
+    assert engine.scheduler.stats().prefix_queries_tokens == 0
+
+
+def test_concurrent_equal_prompts_share_blocks_in_the_end() -> None:
+    engine = driver(prefill_chunk=256, own_pass_tokens=1000, checkpoint_interval=0)
+    prompt = family_tokens(0)[:100]
+    requests: list[Request] = [engine.add(prompt, 20, stops=False) for _ in range(2)]
+    engine.step()
+    assert requests[0].blocks[:5] == requests[1].blocks[:5], "the second took over the first one's blocks"
+    engine.check()
+    engine.drain()
+    assert requests[0].output == requests[1].output
+
+
+def test_eviction_gives_up_the_cheapest_per_byte_first() -> None:
+    engine = driver(num_snapshots=2, checkpoint_interval=0, decode_checkpoint_interval=0, snapshot_bytes=10_000)
+    dear, cheap, new = family_tokens(0)[:200], family_tokens(1)[:40], family_tokens(2)[:60]
+    engine.run(dear, 1)
+    engine.run(cheap, 1)
+    engine.run(new, 1)
+    assert engine.scheduler.stats().prefix_evictions == 1
+    assert engine.run(dear, 1).num_cached == 176, "older, but five times the work for the same bytes"
+    assert engine.run(cheap, 1).num_cached == 0
+
+
+def test_what_is_not_used_for_long_goes_at_last() -> None:
+    engine = driver(num_snapshots=2, checkpoint_interval=0, decode_checkpoint_interval=0, snapshot_bytes=10_000)
+    dear = family_tokens(0)[:200]
+    engine.run(dear, 1)
+    for i in range(40):
+        engine.run([i, *family_tokens(1)[:60]], 1)
+    assert engine.run(dear, 1).num_cached == 0
+
+
+def test_recompute_cost_counts_attention() -> None:
+    assert recompute_cost(0, 100, 1 << 40) == pytest.approx(100)
+    assert recompute_cost(32768, 32868, 32768) == pytest.approx(200, rel=0.01)
+
+
+def test_kv_moves_to_the_host_and_back() -> None:
+    engine = driver(num_kv_blocks=16, num_host_blocks=16, checkpoint_interval=0)
+    prompt = family_tokens(0)[:100]
+    engine.run(prompt, 2)
+    moves = []
+    for request in ([9] * 200, prompt):
+        engine.add(request, 2)
+        while engine.scheduler.has_work:
+            assert engine.launch()
+            moves.append([m.kind for m in engine.launched[-1].moves])
+            engine.collect()
+            engine.check()
+    kinds = [kind for plan in moves for kind in plan]
+    assert MoveKind.TO_HOST in kinds
+    assert MoveKind.TO_DEVICE in kinds
+    assert engine.finished[-1].num_cached == 80
+
+
+def test_without_host_blocks_evicted_kv_is_gone() -> None:
+    engine = driver(num_kv_blocks=16, num_host_blocks=0, checkpoint_interval=0)
+    prompt = family_tokens(0)[:100]
+    engine.run(prompt, 2)
+    engine.run([9] * 220, 2)
+    assert engine.run(prompt, 2).num_cached == 0
+    assert engine.scheduler.stats().prefix_evictions > 0
+
+
+def test_a_checkpoint_at_another_position_than_its_key_is_refused() -> None:
+    engine = driver()
+    request = engine.add(family_tokens(0)[:100], 30, stops=False)
+    engine.step()
+    cache, sequence = engine.scheduler.cache, engine.scheduler._by_id[request.id]
+    snapshot = cache.snapshots.reserve(64)
+    with pytest.raises(ValueError, match="snapshot of position 64 published at 96"):
+        cache.publish(sequence, 96, snapshot)
+
+
+def test_a_preempted_request_resumes_from_its_checkpoint() -> None:
+    engine = driver()
+    request = engine.add(family_tokens(0)[:100], 60, stops=False)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler._preempt(engine.scheduler._by_id[request.id])
+    engine.launch()
+    assert engine.launched[-1].rows[0].start == 80
+    engine.collect()
+    engine.drain()
+    assert request.num_cached == 0, "what counts is the first admission"

@@ -1,0 +1,213 @@
+"""Faults that hybrid engines had, as far as they lie in the scheduler: tests named after where each was seen.
+
+Rows that concern kernels, graphs or the dtype of persisted states belong to the model runner's tests; rows about a
+drafter to the drafter's.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sparkinfer.scheduling.prefix_index import extend_hashes
+from sparkinfer.scheduling.types import Request, StepPlan
+from tests.scheduling.driver import Driver, family_tokens, small_config
+from tests.scheduling.fake_model import POISON, check_no_reuse, expected_output, state_after
+
+LENGTHS = [16 * blocks + tail for blocks in (0, 2, 5) for tail in (0, 1, 2, 15, 16, 17) if blocks + tail]
+
+
+def roomy(**changes: object) -> Driver:
+    """Enough of everything, so that nothing is evicted."""
+    defaults: dict[str, object] = {"num_kv_blocks": 200, "num_snapshots": 40, "max_in_flight": 1}
+    return Driver(small_config(**(defaults | changes)))
+
+
+def check_states(driver: Driver, requests: list[Request]) -> int:
+    """Every published checkpoint on the way of these requests equals a fresh prefill; returns how many there are."""
+    states: dict[bytes, int] = {}
+    for request in requests:
+        hashes: list[bytes] = []
+        extend_hashes(hashes, request, request.num_tokens // 16)
+        for block, digest in enumerate(hashes, 1):
+            states[digest] = state_after(request.tokens(0, 16 * block))
+    published = [node for node in driver.scheduler.cache.index if node.snapshot >= 0]
+    for node in published:
+        assert driver.runner.snapshots[node.snapshot] == states[node.hash], f"checkpoint at {node.position}"
+    return len(published)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_vllm_43559_53912_cache_on_off_three_warm_replays(in_flight: int) -> None:
+    """Tokens are the same cold and warm, with generation that crosses block boundaries."""
+    prompt = family_tokens(0)[:50]
+    for tokens in (1, 13, 14, 15, 40):
+        driver = roomy(max_in_flight=in_flight)
+        cold = driver.run(prompt, tokens, cache=False, stops=False).output
+        for _ in range(4):
+            assert driver.run(prompt, tokens, stops=False).output == cold
+        assert driver.scheduler.stats().prefix_hits_tokens > 0
+
+
+def test_vllm_53505_every_checkpoint_equals_a_fresh_prefill() -> None:
+    """For every prompt length and chunk size, the state saved at p is the one of a fresh prefill of p tokens."""
+    found = 0
+    for chunk in (32, 48, 64):
+        driver = roomy(prefill_chunk=chunk, own_pass_tokens=chunk, decode_checkpoint_interval=16, num_kv_blocks=400)
+        requests = [driver.run([*family_tokens(9)[:n], 5], 20, stops=False) for n in (15, 16, 31, 47, 63, 64, 65, 130)]
+        found += check_states(driver, requests)
+    assert found > 10
+
+
+def test_sglang_39342_mixed_step_publishes_a_valid_checkpoint_or_none() -> None:
+    """Prompts that end in a mixed step: their checkpoints hold the right state, and reuse equals cold."""
+    driver = roomy(mixed_chunk=64)
+    first = driver.add(family_tokens(1)[:20], 100, stops=False)
+    driver.step()
+    others = [driver.add(family_tokens(2 + i)[: 40 + i], 2, stops=False) for i in range(3)]
+    mixed = 0
+    while driver.scheduler.has_work:
+        assert driver.launch()
+        plan = driver.launched[-1]
+        writes = [c for row in plan.rows if not row.is_decode for c in row.checkpoints]
+        if plan.num_decode and writes:
+            mixed += 1
+            held = {node.snapshot for node in driver.scheduler.cache.index if node.snapshot >= 0}
+            assert not held & {c.snapshot for c in writes}, "published before the step that writes it has committed"
+        driver.collect()
+    assert mixed
+    assert check_states(driver, [first, *others]) >= 3
+    for request in others:
+        warm = driver.run(request.prompt, 2, stops=False)
+        assert warm.num_cached > 0
+        assert warm.output == request.output
+
+
+def test_sglang_39342_aborted_step_publishes_nothing() -> None:
+    """A request cancelled while the step that writes its checkpoint runs leaves no entry and no snapshot."""
+    driver = roomy()
+    request = driver.add(family_tokens(1)[:60], 5)
+    driver.launch()
+    driver.abort(request.id)
+    driver.collect()
+    assert len(driver.scheduler.cache.index) == 0
+    assert driver.scheduler.cache.snapshots.num_used == 0
+    driver.drain()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_sglang_29633_nano_vllm_144_233_first_token_warm_equals_cold(length: int) -> None:
+    """One-token tails and full hits compute at least one token and give the cold first token, also after preemption."""
+    prompt = family_tokens(3)[:length]
+    driver = roomy()
+    cold = driver.run(prompt, 3, stops=False)
+    assert cold.num_cached == 0
+    longer = driver.run(prompt + [7] * 40, 3, stops=False)  # May leave a checkpoint at every boundary of the prompt.
+    again = driver.run(longer.prompt, 3, stops=False)
+    warm = driver.run(prompt, 3, stops=False)
+    assert warm.output == cold.output
+    assert again.output == longer.output
+    assert warm.num_cached < length
+    if length >= 32:
+        assert warm.num_cached > 0
+    resumed = driver.add(prompt, 20, stops=False)
+    driver.step()
+    driver.step()
+    driver.scheduler._preempt(driver.scheduler._by_id[resumed.id])
+    driver.check()
+    driver.drain()
+    assert resumed.num_preemptions == 1
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_vllm_metal_488_resumed_request_starts_from_its_own_state(cache: bool, in_flight: int) -> None:
+    """Requests preempted in mid-decode give the tokens of an undisturbed run (the driver compares each)."""
+    driver = Driver(small_config(num_kv_blocks=20, max_in_flight=in_flight, watermark=0.0))
+    requests = [driver.add(family_tokens(i)[:50], 150, stops=False, cache=cache) for i in range(4)]
+    driver.drain()
+    assert sum(r.num_preemptions for r in requests) > 0
+    assert all(r.output == expected_output(r, 256) for r in requests)
+
+
+def test_vllm_55178_55894_random_chunk_splits_mixed_with_decode_rows() -> None:
+    """However prompts are cut, a row of a running request stays a decode row, and states equal one-shot prefill."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        driver = roomy(
+            prefill_chunk=rng.choice([16, 32, 48, 112]), mixed_chunk=rng.choice([16, 32, 48]), own_pass_tokens=500
+        )
+        requests = []
+        while len(requests) < 8 or driver.scheduler.has_work:
+            if len(requests) < 8 and rng.random() < 0.3:
+                prompt = [rng.randrange(97) for _ in range(rng.randrange(1, 200))]
+                requests.append(driver.add(prompt, rng.randrange(1, 30), stops=False))
+            if driver.launch():
+                for row in driver.launched[-1].rows:
+                    generating = row.start >= len(row.request.prompt)
+                    assert row.is_decode == generating
+                    assert not row.is_decode or row.length == 1
+                driver.collect()
+        check_states(driver, requests)
+
+
+def test_vllm_53787_trtllm_16976_decode_rows_stay_decode_rows_and_mixing_loses_no_steps() -> None:
+    """With mixing every decoding request has its row in every step, and the load takes no more steps than without."""
+    steps = {}
+    for mixed in (0, 64):
+        driver = roomy(mixed_chunk=mixed, max_num_seqs=8)
+        rng = random.Random(1)
+        for i in range(24):
+            driver.add([rng.randrange(97) for _ in range(40)], 8 + i % 9, stops=False)
+        while driver.scheduler.has_work:
+            decoding = {s.request.id for s in driver.scheduler._decoding if s.request.id in driver.live}
+            assert driver.launch()
+            rows = {row.request.id for row in driver.launched[-1].rows if row.is_decode}
+            if mixed:
+                assert rows == decoding
+            driver.collect()
+        steps[mixed] = driver.steps
+    assert steps[64] <= steps[0]
+
+
+def test_mini_sglang_67_102_nothing_is_reused_before_the_step_that_reads_it_has_committed() -> None:
+    """Two plans in flight under memory pressure: the runner checks each launched plan against the one before."""
+    driver = Driver(small_config(num_kv_blocks=18, max_num_seqs=6, watermark=0.0))
+    rng = random.Random(4)
+    for _ in range(40):
+        driver.random_arrival(rng)
+        for _ in range(4):
+            driver.step()
+    driver.drain()
+    assert driver.scheduler.stats().preemptions > 0
+
+
+def test_mini_sglang_67_102_the_check_itself_can_fail() -> None:
+    """A request that ends while a later row of it runs keeps its slot and blocks until that row commits."""
+    driver = Driver(small_config(num_kv_blocks=40, num_snapshots=0, num_host_blocks=0))
+    first = driver.add(family_tokens(0)[:20], 100)
+    driver.launch()
+    driver.launch()
+    later: StepPlan = driver.launched[-1]
+    assert later.rows[0].pending
+    driver.scheduler.abort([first.id])
+    del driver.live[first.id]
+    driver.collect()
+    assert driver.scheduler.resources.blocks.num_used > 0
+    assert driver.scheduler.resources.slots.num_used == 1
+    driver.add(family_tokens(1)[:20], 5)
+    driver.launch()
+    newest = driver.launched[-1]
+    assert newest.rows[0].slot != later.rows[0].slot
+    newest.rows[0].slot = later.rows[0].slot
+    with pytest.raises(AssertionError, match="slot in use"):
+        check_no_reuse(later, newest)
+
+
+def test_fresh_rows_do_not_see_an_old_state() -> None:
+    """A slot used before starts from zero: the row's start says so (vLLM #39064 as far as the scheduler goes)."""
+    driver = roomy(max_num_seqs=1)
+    driver.run(family_tokens(5)[:33], 3, stops=False)
+    assert driver.runner.slots[0] != POISON
+    driver.run(family_tokens(6)[:5], 3, stops=False)
