@@ -12,6 +12,7 @@ from sparkinfer.scheduling.blocks import BlockPool
 from sparkinfer.scheduling.invariants import IntegrityError
 from sparkinfer.scheduling.prefix_cache import PrefixCache
 from sparkinfer.scheduling.resources import Resources
+from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.scheduler import Scheduler
 from sparkinfer.scheduling.sequence import Sequence
 from sparkinfer.scheduling.types import MoveKind, StepPlan
@@ -113,14 +114,14 @@ def retired_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def preempted_keeps_count(patch: pytest.MonkeyPatch) -> None:
     """A preempted request believes that what it computed still exists (vllm-metal #488)."""
-    preempt = Scheduler._preempt
+    preempt = Roster.preempt
 
-    def planted(self: Scheduler, sequence: Sequence) -> None:
+    def planted(self: Roster, sequence: Sequence) -> None:
         computed = sequence.request.num_computed
         preempt(self, sequence)
         sequence.request.num_computed = computed
 
-    patch.setattr(Scheduler, "_preempt", planted)
+    patch.setattr(Roster, "preempt", planted)
 
 
 def _live() -> None:

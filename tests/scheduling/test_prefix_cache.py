@@ -175,7 +175,7 @@ def test_a_checkpoint_at_another_position_than_its_key_is_refused() -> None:
     engine = driver()
     request = engine.add(family_tokens(0)[:100], 30, stops=False)
     engine.step()
-    cache, sequence = engine.scheduler.cache, engine.scheduler._by_id[request.id]
+    cache, sequence = engine.scheduler.cache, engine.scheduler.roster.by_id[request.id]
     snapshot = cache.snapshots.reserve(64)
     with pytest.raises(ValueError, match="snapshot of position 64 published at 96"):
         cache.publish(sequence, 96, snapshot)
@@ -186,7 +186,7 @@ def test_a_preempted_request_resumes_from_its_checkpoint() -> None:
     request = engine.add(family_tokens(0)[:100], 60, stops=False)
     for _ in range(3):
         engine.step()
-    engine.scheduler._preempt(engine.scheduler._by_id[request.id])
+    engine.scheduler.roster.preempt(engine.scheduler.roster.by_id[request.id])
     engine.launch()
     assert engine.launched[-1].rows[0].start == 80
     engine.collect()

@@ -114,7 +114,7 @@ def test_sglang_29633_nano_vllm_144_233_first_token_warm_equals_cold(length: int
     resumed = driver.add(prompt, 20, stops=False)
     driver.step()
     driver.step()
-    driver.scheduler._preempt(driver.scheduler._by_id[resumed.id])
+    driver.scheduler.roster.preempt(driver.scheduler.roster.by_id[resumed.id])
     driver.check()
     driver.drain()
     assert resumed.num_preemptions == 1
@@ -161,7 +161,7 @@ def test_vllm_53787_trtllm_16976_decode_rows_stay_decode_rows_and_mixing_loses_n
         for i in range(24):
             driver.add([rng.randrange(97) for _ in range(40)], 8 + i % 9, stops=False)
         while driver.scheduler.has_work:
-            decoding = {s.request.id for s in driver.scheduler._decoding if s.request.id in driver.live}
+            decoding = {s.request.id for s in driver.scheduler.roster.decoding if s.request.id in driver.live}
             assert driver.launch()
             rows = {row.request.id for row in driver.launched[-1].rows if row.is_decode}
             if mixed:
