@@ -91,12 +91,17 @@ def attach(layout: Layout, image: Descriptor, bundle: str, predicate_type: str) 
     return listed
 
 
+def subject_digest(made: Mapping[str, Any]) -> str:
+    """`sha256:<hex>` of a statement's one subject."""
+    return f"sha256:{made['subject'][0]['digest']['sha256']}"
+
+
 def sign_and_attach(
     layout: Layout, image: Descriptor, statements: Sequence[Mapping[str, Any]], held: Credentials
 ) -> list[Descriptor]:
     """Sign statements about `image` and attach each. Nothing is attached unless all were signed."""
     for item in statements:
-        if f"sha256:{item['subject'][0]['digest']['sha256']}" != image.digest:
+        if subject_digest(item) != image.digest:
             raise UsageProblem(f"a statement is about another digest than the image {image.digest}")
     bundles = sign(statements, held)
     return [

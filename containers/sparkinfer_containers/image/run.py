@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,9 +69,43 @@ def command(
     return [*made, "--", *(entrypoint if entrypoint is not None else config["Entrypoint"]), *arguments]
 
 
-def start(unpacked: Path, digest: str, log: Path, **options: Any) -> subprocess.Popen[bytes]:
-    """Start the image in the background, its output in `log`. The caller ends it with SIGTERM."""
-    with log.open("ab") as handle:
-        return subprocess.Popen(
-            command(unpacked, digest, **options), stdout=handle, stderr=handle, stdin=subprocess.DEVNULL
-        )
+class Container:
+    """A running image. `with Container(...)` ends it as a container runtime does: SIGTERM to its init, then SIGKILL."""
+
+    def __init__(self, unpacked: Path, digest: str, log: Path, grace_s: float = 20.0, **options: Any) -> None:
+        self._grace_s = grace_s
+        status_read, status_write = os.pipe()
+        listed = command(unpacked, digest, **options)
+        listed[1:1] = ["--json-status-fd", str(status_write)]
+        try:
+            with log.open("ab") as handle:
+                self.process = subprocess.Popen(
+                    listed, stdout=handle, stderr=handle, stdin=subprocess.DEVNULL, pass_fds=[status_write]
+                )
+        finally:
+            os.close(status_write)
+        with os.fdopen(status_read) as status:
+            line = status.readline()
+        self.init_pid: int | None = json.loads(line)["child-pid"] if line else None
+
+    def __enter__(self) -> Container:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the container's init (bubblewrap itself passes none on)."""
+        if self.process.poll() is None and self.init_pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.init_pid, number)
+
+    def stop(self) -> int:
+        """End the container; returns its exit code."""
+        self.signal(signal.SIGTERM)
+        try:
+            return self.process.wait(self._grace_s)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            self.process.kill()
+            return self.process.wait()

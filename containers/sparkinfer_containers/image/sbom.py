@@ -48,5 +48,6 @@ def make(recipe: Recipe, digest: str, lock: DebianLock, wheels: list[Wheel]) -> 
     )
     metadata = BomMetaData(component=image, timestamp=datetime.fromtimestamp(recipe.epoch, UTC))
     bom = Bom(components=components, metadata=metadata, serial_number=uuid5(NAMESPACE_URL, digest))
+    bom.register_dependency(image, components)
     data = json.loads(JsonV1Dot6(bom).output_as_string())
     return json.dumps(data, indent=1, sort_keys=True) + "\n"

@@ -1,0 +1,250 @@
+"""Command `python -m sparkinfer_containers`: build, attest, push, pull and run the release image.
+
+Exit codes: 0 done, 1 a rebuild differs, 2 bad input, 3 the machine lacks something or signing failed, 4 a digest
+differs or a part is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer_containers import attest, loopback
+from sparkinfer_containers.errors import DigestProblem
+from sparkinfer_containers.image import build, debs, rebuild, settings, wheels
+from sparkinfer_containers.image.run import Container, unpack_image
+from sparkinfer_containers.oci.layout import Layout
+from sparkinfer_containers.oci.registry import Reference, Registry
+from sparkinfer_containers.private import instance
+from sparkinfer_containers.statements import PROVENANCE, SBOM, statement
+from sparkinfer_containers.trust import credentials
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _caches(args: argparse.Namespace) -> build.Caches:
+    return build.Caches(args.deb_cache.absolute(), args.wheel_cache.absolute())
+
+
+def _build(args: argparse.Namespace) -> int:
+    recipe = settings.load(args.repository, args.variant, args.name)
+    start = time.monotonic()
+    record = build.build(recipe, args.repository.absolute(), args.output, _caches(args), args.scratch)
+    print(f"{record['digest']}  {record['reference']}  built in {time.monotonic() - start:.0f} s")
+    for layer in record["layers"]:
+        print(f"  {layer['size'] / 1e6:8.1f} MB  {layer['name']}")
+    print(f"  {record['unpacked_bytes'] / 1e6:8.1f} MB  unpacked")
+    return 0
+
+
+def _relock(args: argparse.Namespace) -> int:
+    for variant in args.variants:
+        recipe = settings.load(args.repository, variant)
+        wheels.write_lock(wheels.relock(recipe, args.repository), recipe.python_lock, variant)
+        with tempfile.TemporaryDirectory() as work:
+            debs.relock(recipe, args.deb_cache, Path(work)).write(recipe.debian_lock)
+        print(f"{recipe.debian_lock} and {recipe.python_lock} are new")
+    return 0
+
+
+def _rebuild_check(args: argparse.Namespace) -> int:
+    found = rebuild.rebuild(args.image, args.repository.absolute(), _caches(args), args.scratch or args.image.parent)
+    digest = Layout(args.image / "layout").image().digest
+    if found:
+        print(f"NOT REPRODUCED {digest}", *(f"  {line}" for line in found), sep="\n")
+        return 1
+    print(f"reproduced bit by bit: {digest}")
+    return 0
+
+
+def _claims(recipe: settings.Recipe) -> dict[str, str]:
+    """What a private certificate says of the source: the GitHub CLI looks for an owner and a repository."""
+    workflow = f"{recipe.source}/.github/workflows/release.yml@refs/tags/v{recipe.version}"
+    return {
+        "source_owner": recipe.source.rsplit("/", 1)[0],
+        "source_repository": recipe.source,
+        "job_workflow": workflow,
+        "job_workflow_uri": workflow,
+    }
+
+
+def _attest(args: argparse.Namespace) -> int:
+    layout = Layout(args.image / "layout")
+    image = layout.image()
+    record: dict[str, Any] = json.loads((args.image / "image.json").read_text(encoding="utf-8"))
+    recipe = settings.load(args.repository, record["variant"], record["name"])
+    name = record["reference"].rsplit(":", 1)[0]
+    provenance = json.loads((args.image / "provenance.json").read_text(encoding="utf-8"))
+    if args.builder:
+        provenance["runDetails"]["builder"]["id"] = args.builder
+    made = [
+        statement(name, image.digest, PROVENANCE, provenance),
+        statement(name, image.digest, SBOM, json.loads((args.image / "sbom.json").read_text(encoding="utf-8"))),
+    ]
+    start = time.monotonic()
+    evaluation = attest.evaluation(args.report, args.raw) if args.report else None
+    if evaluation is not None and attest.subject_digest(evaluation) == image.digest:
+        made.append(evaluation)
+    with credentials(args.trust, claims=_claims(recipe)) as held:
+        for item in attest.sign_and_attach(layout, image, made, held):
+            print(f"attached {item.annotations['dev.sigstore.bundle.predicateType']} to {image.digest}")
+        if args.report and evaluation is not None:
+            print(f"signed {attest.sign_report(args.report, evaluation, held)}")
+    print(f"signed and attached in {time.monotonic() - start:.2f} s, trust: {args.trust}")
+    return 0
+
+
+def _sign_report(args: argparse.Namespace) -> int:
+    made = attest.evaluation(args.report, args.raw)
+    recipe = settings.load(args.repository, "cpu")
+    with credentials(args.trust, claims=_claims(recipe)) as held:
+        print(f"signed {attest.sign_report(args.report, made, held)} ({made['predicateType']})")
+    return 0
+
+
+def _push(args: argparse.Namespace) -> int:
+    layout = Layout(args.image / "layout" if (args.image / "layout").is_dir() else args.image)
+    image, reference = layout.image(), Reference.parse(args.reference)
+    with Registry(reference) as registry:
+        registry.push_image(layout, image, reference.tag)
+        for item in layout.referrers(image.digest):
+            print(f"attached by {registry.push_referrer(layout, item)}: {item.digest}")
+    print(f"{reference.host}/{reference.name}@{image.digest}")
+    return 0
+
+
+def _pull(args: argparse.Namespace) -> int:
+    reference = Reference.parse(args.reference)
+    with Registry(reference, anonymous=args.anonymous) as registry:
+        digest = reference.digest or registry.resolve(reference.tag or "latest").digest
+        unpack_image(registry, digest, args.output)
+    print(f"{reference.host}/{reference.name}@{digest} unpacked in {args.output}")
+    return 0
+
+
+def _unpack(args: argparse.Namespace) -> int:
+    layout = Layout(args.image / "layout" if (args.image / "layout").is_dir() else args.image)
+    digest = layout.image().digest
+    unpack_image(layout, digest, args.output)
+    print(f"{digest} unpacked in {args.output}")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    marker = args.unpacked / "digest"
+    if not marker.is_file():
+        raise DigestProblem(f"{args.unpacked} holds no unpacked image: `pull` or `unpack` one first")
+    given = dict(item.split("=", 1) for item in args.env)
+    with Container(
+        args.unpacked, marker.read_text(encoding="ascii"), Path(args.log), environment=given, models=args.models,
+        arguments=args.arguments,
+    ) as container:  # fmt: skip
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: container.signal(signal.SIGTERM))
+        return container.process.wait()
+
+
+def _until_signalled() -> None:
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()
+
+
+def _registry(args: argparse.Namespace) -> int:
+    with loopback.registry(args.storage) as host:
+        print(host, flush=True)
+        _until_signalled()
+    return 0
+
+
+def _instance(args: argparse.Namespace) -> int:
+    with instance.running(args.state, args.port) as served:
+        print(f"private sigstore instance (integrity only) on {served.base_url}", flush=True)
+        print(f"trusted root: {served.instance.trusted_root_file}", flush=True)
+        _until_signalled()
+    return 0
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sparkinfer_containers", description=__doc__)
+    parser.add_argument("--repository", type=_path, default=ROOT, help="checkout to work on (default: this one)")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    cached = argparse.ArgumentParser(add_help=False)
+    deb_cache = os.environ.get("DEB_CACHE") or ROOT / ".cache" / "debs"
+    wheel_cache = os.environ.get("WHEEL_CACHE") or ROOT / ".cache" / "wheels"
+    cached.add_argument("--deb-cache", type=_path, default=Path(deb_cache), help="folder of .deb files [DEB_CACHE]")
+    cached.add_argument("--wheel-cache", type=_path, default=Path(wheel_cache), help="folder of wheels [WHEEL_CACHE]")
+    cached.add_argument("--scratch", type=_path, help="folder for temporary files (default: beside the output)")
+    signing = argparse.ArgumentParser(add_help=False)
+    signing.add_argument("--trust", choices=("public", "private"), default="private", help="default: %(default)s")
+    signing.add_argument("--raw", type=_path, metavar="results/RUN", help="raw results whose digests are signed too")
+
+    def add(name: str, run: Any, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, parents=list(parents))
+        made.set_defaults(run=run)
+        return made
+
+    made = add("build", _build, "build the image into a new folder", cached)
+    made.add_argument("--variant", choices=("cpu", "cuda13"), default="cpu")
+    made.add_argument("--name", help=f"image name [{settings.NAME_SETTING}]")
+    made.add_argument("--output", type=_path, required=True)
+    made = add("relock", _relock, "take the present package versions into containers/locks/", cached)
+    made.add_argument("variants", nargs="*", default=["cpu", "cuda13"])
+    made = add("rebuild-check", _rebuild_check, "build again elsewhere and compare bit by bit", cached)
+    made.add_argument("image", type=_path, help="folder that `build` made")
+    made = add("attest", _attest, "sign provenance, SBOM and evaluation and attach them", signing)
+    made.add_argument("image", type=_path, help="folder that `build` made")
+    made.add_argument("--report", type=_path, help="reports/RUN to sign; attached when it measured this image")
+    made.add_argument("--builder", help="builder.id of the provenance, for a hosted build")
+    made = add("sign-report", _sign_report, "sign a report folder", signing)
+    made.add_argument("report", type=_path)
+    made = add("push", _push, "push an image and its attestations")
+    made.add_argument("image", type=_path)
+    made.add_argument("reference", help="HOST/NAME:TAG")
+    made = add("pull", _pull, "pull an image by digest or tag and unpack it")
+    made.add_argument("reference")
+    made.add_argument("output", type=_path)
+    made.add_argument("--anonymous", action="store_true", help="without credentials, as any user would")
+    made = add("unpack", _unpack, "unpack an image for `run`")
+    made.add_argument("image", type=_path)
+    made.add_argument("output", type=_path)
+    made = add("run", _run, "run an unpacked image under bubblewrap")
+    made.add_argument("unpacked", type=_path)
+    made.add_argument("--models", type=_path, help="folder shown read-only at /models")
+    made.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    made.add_argument("--log", default="/dev/stderr")
+    made.add_argument("arguments", nargs="*")
+    made = add("registry", _registry, "serve a docker-registry on loopback until SIGTERM")
+    made.add_argument("storage", type=_path)
+    made = add("instance", _instance, "serve the private sigstore instance on loopback until SIGTERM")
+    made.add_argument("--state", type=_path, help="its folder (default: ATTEST_STATE or the XDG state folder)")
+    made.add_argument("--port", type=int, default=0)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except SparkinferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
