@@ -42,6 +42,10 @@ rule setup:
         [environment_record(name) for name in ENVIRONMENTS],
 
 
+onstart:
+    begin()
+
+
 onsuccess:
     finish()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 import uuid
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sparkinfer_eval.lease.process import ProcessId, descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = Path(__file__).with_name("toy_server.py")
@@ -92,3 +94,53 @@ def lease(tmp_path: Path, toy_model: Path) -> Callable[..., list[str]]:
         ]  # fmt: skip
 
     return build
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder that looks like a checkout but has results, reports and Snakemake's state of its own."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for name in (
+        "Snakefile", "workflow", "profiles", "config", "eval", "sparkinfer", "kernels", "models", "changes",
+        "pyproject.toml", ".venv", ".venvs", "CHANGELOG.md",
+    ):  # fmt: skip
+        if (ROOT / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def snakemake_command(*arguments: str) -> list[str]:
+    """Command line of the pinned Snakemake."""
+    return [str(ROOT / ".venvs/snakemake/bin/snakemake"), *arguments]
+
+
+@pytest.fixture
+def snakemake(checkout: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs Snakemake in the checkout and returns what it said (both streams in `stdout`)."""
+
+    def run(*arguments: str, timeout_s: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            snakemake_command(*arguments),
+            cwd=checkout,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    return run
+
+
+def tree_of(pid: int) -> dict[ProcessId, str]:
+    """Every process below `pid`, with its command line."""
+    found = {}
+    for child in descendants(pid):
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found[ProcessId.of(child)] = command
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found

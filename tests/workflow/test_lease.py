@@ -22,7 +22,7 @@ PRINT_STATE = ("--", "cat", "{state}")
 
 def call(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
     """Run lease.py with this test as the owner of the server."""
-    environment = {**os.environ, "SPARKINFER_WORKFLOW_PID": str(os.getpid())}
+    environment = {**os.environ, "EVALUATION_WORKFLOW_PID": str(os.getpid())}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, **options)  # type: ignore[call-overload,no-any-return]
 
 
@@ -115,7 +115,7 @@ def test_missing_model_and_no_owner(lease, toy_engine, tmp_path):
     done = call([*lease("acquire", engine), "--model", str(tmp_path / "nowhere")])
     assert done.returncode == 2
     assert "is not a model folder" in done.stderr
-    bare = {k: v for k, v in os.environ.items() if k != "SPARKINFER_WORKFLOW_PID"}
+    bare = {k: v for k, v in os.environ.items() if k != "EVALUATION_WORKFLOW_PID"}
     alone = subprocess.run(lease("acquire", engine), capture_output=True, text=True, env=bare, check=False)
     assert alone.returncode == 3
     assert "--owner-pid" in alone.stderr
@@ -133,7 +133,7 @@ def test_owner_gone_means_server_job_and_grandchild_gone(lease, toy_engine, mark
         mark,
     )
     program = (
-        "import os, subprocess, sys; os.environ['SPARKINFER_WORKFLOW_PID'] = str(os.getpid());"
+        "import os, subprocess, sys; os.environ['EVALUATION_WORKFLOW_PID'] = str(os.getpid());"
         "subprocess.run(sys.argv[1:], start_new_session=True)"
     )
     owner = subprocess.Popen([sys.executable, "-c", program, *job], stdout=subprocess.PIPE, text=True)
@@ -156,7 +156,7 @@ def test_state_of_another_living_workflow_is_respected(lease, toy_engine, tmp_pa
     engine = toy_engine()
     state_of(call(lease("run", engine, *PRINT_STATE)))
     program = (
-        "import os, subprocess, sys; os.environ['SPARKINFER_WORKFLOW_PID'] = str(os.getpid());"
+        "import os, subprocess, sys; os.environ['EVALUATION_WORKFLOW_PID'] = str(os.getpid());"
         "sys.exit(subprocess.run(sys.argv[1:]).returncode)"
     )
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """A small HTTP server with the endpoints the lease needs, for its tests: starts a grandchild, can die on purpose.
 
-usage: toy_server.py PORT [--die-at-start] [--die-after N] [--slow SECONDS] [--ignore-term]
+usage: toy_server.py PORT [--die-at-start] [--die-after N] [--slow SECONDS] [--ignore-term] [--hang-chat-stream]
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ parser.add_argument("--die-at-start", action="store_true")
 parser.add_argument("--die-after", type=int, default=-1)
 parser.add_argument("--slow", type=float, default=0.0)
 parser.add_argument("--ignore-term", action="store_true")
+parser.add_argument("--hang-chat-stream", action="store_true")
+parser.add_argument("--sign", help="file that is made when a streaming request hangs")
 options, rest = parser.parse_known_args()
 served = 0
 
@@ -38,10 +40,20 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(7)
 
     def do_GET(self) -> None:
+        if self.path not in ("/health", "/version"):
+            self.send_error(404)
+            return
         self.answer({"version": "1.2.3", "pid": os.getpid()})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        if not self.path.endswith("completions"):
+            self.send_error(404)
+            return
+        if options.hang_chat_stream and body.get("stream"):
+            if options.sign:
+                open(options.sign, "w").close()
+            time.sleep(600)
         self.answer({"choices": [{"text": "x"}], "usage": {"completion_tokens": body.get("max_tokens", 1)}})
 
     def log_message(self, *_: object) -> None:

@@ -24,6 +24,9 @@ rule arrivals:
     params:
         server=server_options,
         cell=cell_options,
+        folder=lambda w, output: str(Path(output.result).parent),
     shell:
-        ".venv/bin/python workflow/scripts/lease.py run {params.server:q} -- .venv/bin/python eval/spec_open_arrivals.py {params.cell:q}"
+        # Snakemake has made the result's folder; the program makes it anew, by rename.
+        "rm -rf {params.folder}; exec .venv/bin/python workflow/scripts/lease.py run {params.server:q} --"
+        " .venv/bin/python eval/spec_open_arrivals.py {params.cell:q}"
         " > {log} 2>&1"

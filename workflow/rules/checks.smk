@@ -23,5 +23,5 @@ rule check:
         model=lambda w, input: input.model.removesuffix(".json"),
         device=lambda w: plan_of(w).device,
     shell:
-        ".venv/bin/python workflow/scripts/lease.py run --no-server --accept 0 1 4 --"
+        "exec .venv/bin/python workflow/scripts/lease.py run --folder results/.server --no-server --accept 0 1 4 --"
         " .venv/bin/python eval/{wildcards.check}.py {params.model} --device {params.device} --json {output} > {log} 2>&1"

@@ -17,6 +17,7 @@ sys.path[:0] = [
 
 from make_env import LOCKS
 from sparkinfer.errors import SparkinferError
+from sparkinfer_eval.lease.process import descendants
 from sparkinfer_eval.plan.config import for_target, load_config
 from sparkinfer_eval.plan.engines import command
 from sparkinfer_eval.plan.run import make_plan
@@ -78,7 +79,7 @@ CELL_IDS = {
 
 if IS_MAIN:
     # The lease's watchdog watches this process: when it is gone, the server it holds is killed.
-    os.environ.update(SPARKINFER_WORKFLOW_PID=str(os.getpid()))
+    os.environ.update(EVALUATION_WORKFLOW_PID=str(os.getpid()))
 
 
 def any_of(values):
@@ -160,6 +161,7 @@ def server_options(wildcards):
     model = plan.models[wildcards.model]
     session = f"b{wildcards.block}-r{wildcards.rep}"
     options = {
+        "folder": "results/.server",
         "engine": f"{plan.settings.get('engine_folder', 'config/engines')}/{wildcards.engine}.yaml",
         "python": environment_python(chosen.engine.environment),
         "model": model_folder(model),
@@ -169,6 +171,7 @@ def server_options(wildcards):
         "max-model-len": model.max_model_len,
         "session": session,
         "engine-digest": chosen.digest,
+        "cache": "results/cache",
         "log": f"results/{plan.run}/logs/servers/{wildcards.engine}-{model.name}-{session}.log",
         "facts": f"results/{plan.run}/servers/{wildcards.engine}-{model.name}-{session}.json",
         "record": f"results/{plan.run}",
@@ -290,7 +293,39 @@ def declaration(wildcards):
     }
 
 
+def stop_jobs(*_):
+    """End the running jobs, then the workflow, as Ctrl-C in a terminal does."""
+    import signal
+
+    for pid in descendants(os.getpid()):
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            continue
+    raise KeyboardInterrupt
+
+
+def begin():
+    """At the workflow's start: let SIGTERM and SIGINT end the running job at once.
+
+    By default Snakemake waits for it, which can take longer than a machine that shuts down allows.
+    """
+    import signal
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop_jobs)
+
+
 def finish():
     """At the workflow's end: stop the server that is held, and name what failed."""
     if Path(PYTHON).exists():
-        subprocess.run([PYTHON, "workflow/scripts/lease.py", "stop"], check=False)
+        subprocess.run(
+            [
+                PYTHON,
+                "workflow/scripts/lease.py",
+                "stop",
+                "--folder",
+                "results/.server",
+            ],
+            check=False,
+        )

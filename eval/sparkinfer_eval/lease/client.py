@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,19 @@ from sparkinfer_eval.lease.state import (
 from sparkinfer_eval.plan.engines import Engine, WarmUp, command
 
 START_ATTEMPTS = 3
+THREAD_COUNTS = frozenset(f"{name}_NUM_THREADS" for name in ("OMP", "GOTO", "OPENBLAS", "MKL", "VECLIB", "NUMEXPR")) | {
+    "VECLIB_MAXIMUM_THREADS",
+    "MKL_DYNAMIC",
+}
 ADDRESS_IN_USE = ("address already in use", "errno 98")
+
+
+def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for servers: without the thread counts that Snakemake sets for a job, so each engine decides.
+
+    Without this vLLM would be held to what OMP_NUM_THREADS says.
+    """
+    return {name: value for name, value in environ.items() if name not in THREAD_COUNTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,7 @@ class Wanted:
     log: Path
     port: int | None = None
     expected_digest: str | None = None
-    environ: dict[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
+    environ: dict[str, str] = dataclasses.field(default_factory=lambda: server_environment(os.environ))
 
     def values(self, port: int) -> dict[str, str]:
         """Placeholders of the engine's start command."""
@@ -78,8 +90,8 @@ class Wanted:
 
 
 def owner_from_environment() -> ProcessId:
-    """The workflow's process, named by SPARKINFER_WORKFLOW_PID. Raises EnvironmentProblem when there is none."""
-    text = os.environ.get("SPARKINFER_WORKFLOW_PID", "")
+    """The workflow's process, named by EVALUATION_WORKFLOW_PID. Raises EnvironmentProblem when there is none."""
+    text = os.environ.get("EVALUATION_WORKFLOW_PID", "")
     if not text.isdigit():
         raise EnvironmentProblem(
             "no workflow process is named: run this from the Snakemake workflow, or give --owner-pid PID, the process "

@@ -114,6 +114,8 @@ def _guard(spec: ServerSpec, folder: Path, started: Callable[[], None]) -> int:
             server = subprocess.Popen(
                 [*process.namespace_prefix(), *spec.argv],
                 env=spec.env,
+                # Not in a checkout: `python -m` would import from there instead of from the engine's own source.
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

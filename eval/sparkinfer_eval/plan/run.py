@@ -7,6 +7,7 @@ and changed code gives a new one.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def load_engines(root: Path, settings: Mapping[str, Any], image_digest: str | No
 
 
 def _definition(root: Path, source: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model is: generator, seed and size; or a folder's digest (`missing` while there is none); or hub id and commit."""
+    """What a model is: generator, seed and size; or a folder's digest (or `missing`); or hub id and commit."""
     if "generate" in source:
         own = {"generate": source["generate"], "seed": source.get("seed", 0), "size": dict(source.get("size", {}))}
         return {**own, "generator": identity.generator_digest(root)}
@@ -173,6 +174,13 @@ def _slots(
     return tuple(slots)
 
 
+def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the caller that set up an engine (SPARKINFER_*, VLLM_*): they change what is measured."""
+    own = {name: value for name, value in environ.items() if name.startswith(("SPARKINFER_", "VLLM_"))}
+    own.pop("SPARKINFER_IMAGE_DIGEST", None)
+    return dict(sorted(own.items()))
+
+
 def make_plan(root: Path, target: str, settings: dict[str, Any], image_digest: str | None = None) -> Plan:
     """The plan of one target. Raises ConfigError for settings that contradict each other or the files."""
     document = load_cells(root / settings.get("cells_file", "config/cells.yaml"))
@@ -189,6 +197,7 @@ def make_plan(root: Path, target: str, settings: dict[str, Any], image_digest: s
         "cells": {name: cell_digest(cell) for name, cell in cells.items()},
         "design": [settings["blocks"], settings["reps"], settings["order_seed"], settings.get("prompt_seed", 1)],
         "checks": settings["checks"],
+        "environment": engine_environment(os.environ),
     }
     resolved = {**settings, "resolved_scale": resolve_scale(document, settings["scale"], overrides)}
     return Plan(

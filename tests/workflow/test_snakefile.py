@@ -1,0 +1,78 @@
+"""The workflow itself: style, dry runs of every profile without a GPU, and what a user sees of a wrong setting."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def counts(text: str) -> dict[str, int]:
+    """Jobs by rule from a dry run's table."""
+    return {name: int(number) for name, number in re.findall(r"^(\w+)\s+(\d+)$", text, re.MULTILINE)}
+
+
+def test_lint_and_format(snakemake: Run) -> None:
+    done = snakemake("--lint")
+    assert done.returncode == 0, done.stdout
+    assert "good condition" in done.stdout
+    files = [str(ROOT / "Snakefile"), str(ROOT / "workflow/rules")]
+    form = subprocess.run([str(ROOT / ".venvs/snakemake/bin/snakefmt"), "--check", *files], check=False)
+    assert form.returncode == 0
+
+
+def test_plain_release_takes_the_cpu_profile_and_says_so(snakemake: Run) -> None:
+    done = snakemake("release", "-n", PATH="/usr/bin:/bin")
+    assert done.returncode == 0, done.stdout
+    assert "profile cpu (no nvidia-smi on this host)" in done.stdout
+    jobs = counts(done.stdout)
+    assert (jobs["sweep"], jobs["arrivals"], jobs["prompts"]) == (24, 4, 14)
+    assert jobs["environment"] == 3
+
+
+@pytest.mark.parametrize("profile", ["h200", "rtx5090"])
+def test_gpu_profiles_dry_run_without_a_gpu(snakemake: Run, profile: str) -> None:
+    done = snakemake("release", "-n", "--profile", f"workflow/profiles/{profile}")
+    assert done.returncode == 0, done.stdout
+    jobs = counts(done.stdout)
+    # Two models, two engines, two blocks: 12 closed-loop cells and two arrival rates each.
+    assert (jobs["sweep"], jobs["arrivals"], jobs["model"]) == (96, 16, 2)
+    assert "does not exist: a run will stop there" in done.stdout
+
+
+def test_gpu_is_found_by_compute_capability(snakemake: Run, tmp_path: Path) -> None:
+    for capability, profile in (("9.0", "h200"), ("12.0", "rtx5090")):
+        folder = tmp_path / capability
+        folder.mkdir()
+        tool = folder / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\necho 'NVIDIA Test, {capability}'\n")
+        tool.chmod(0o755)
+        done = snakemake("release", "-n", PATH=f"{folder}:/usr/bin:/bin")
+        assert f"profile {profile} (NVIDIA Test, compute capability {capability})" in done.stdout
+    tool.write_text("#!/bin/sh\necho 'NVIDIA Old, 7.5'\n")
+    done = snakemake("release", "-n", PATH=f"{folder}:/usr/bin:/bin")
+    assert done.returncode != 0
+    assert "no profile is made for NVIDIA Old" in done.stdout
+
+
+def test_wrong_settings_end_at_once(snakemake: Run) -> None:
+    done = snakemake("release", "-n", "--config", "bloks=3")
+    assert done.returncode != 0
+    assert "unknown key 'bloks': did you mean 'blocks'?" in done.stdout
+    done = snakemake("release", "-n", "--config", "scale=cpus")
+    assert done.returncode != 0
+    assert "unknown scale 'cpus'" in done.stdout
+
+
+def test_missing_model_stops_before_any_server(snakemake: Run) -> None:
+    model = "{name: m, source: {folder: nowhere/at-all}, dtype: bfloat16}"
+    done = snakemake("smoke", "--until", "model", "--config", f"models=[{model}]", "checks=[]", timeout_s=180)
+    assert done.returncode != 0
+    assert "nowhere/at-all does not exist: put the checkpoint there" in done.stdout
