@@ -140,3 +140,14 @@ def test_license_is_complete():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text
     assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_files_named_in_documents_exist():
+    names = ["/" + path.relative_to(ROOT).as_posix() for path in tracked()]
+    pages = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "config/README.md")]
+    missing = []
+    for page in [*pages, *sorted((ROOT / "docs").rglob("*.md"))]:
+        for name in re.findall(r"`([\w./-]+\.(?:py|yaml|smk))`", page.read_text(encoding="utf-8")):
+            if not any(n.endswith("/" + name) for n in names):
+                missing.append(f"{page.relative_to(ROOT)}: {name}")
+    assert missing == []

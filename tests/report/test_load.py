@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -51,6 +52,13 @@ def test_corrupt_records(raw_run, text, message):
     raw = raw_run()
     (raw.place("sparkinfer", "chat-c1") / "records.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=message):
+        load_run(raw.folder)
+
+
+def test_records_that_cannot_be_timed(raw_run):
+    raw = raw_run()
+    raw.edit_records("sparkinfer", "chat-c1", lambda r: dataclasses.replace(r, error="timed out"))
+    with pytest.raises(ConfigError, match="no error-free record"):
         load_run(raw.folder)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import ConfigError
+from sparkinfer_eval import metrics
 from sparkinfer_eval.records import RawResult, Record, read_records, read_result
 from sparkinfer_eval.report.failures import Failure, read_failures
 from sparkinfer_eval.report.run_info import read_run_info
@@ -116,6 +117,10 @@ def _read_measurement(folder: Path, info: dict[str, Any]) -> Measurement:
     profiling = [r for r in records if r.phase == "profiling"]
     if not profiling:
         raise ConfigError(f"{records_path} holds no profiling request: remove {folder} and measure the cell again")
+    try:
+        metrics.duration_s(profiling)
+    except ValueError as error:
+        raise ConfigError(f"{records_path}: {error}: remove {folder} and measure the cell again") from error
     command = folder / "command.txt"
     text = command.read_text(encoding="utf-8") if command.is_file() else ""
     return Measurement(folder, result, profiling, [r for r in records if r.phase != "profiling"], text)
