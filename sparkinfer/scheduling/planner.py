@@ -98,6 +98,7 @@ class Planner:
 
     def add_prefill_rows(self, flight: InFlight, shape: PassShape) -> None:
         """Chunks of prompts up to the shape's budget: those begun first, then from the waiting queue."""
+        self.roster.refresh()
         budget, count = shape.budget, 0
         for sequence in self.roster.prefilling:
             if count == shape.max_prompts:

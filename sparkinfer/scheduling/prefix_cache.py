@@ -175,26 +175,29 @@ class PrefixCache:
         num_blocks = position // KV_BLOCK_TOKENS
         request = sequence.request
         extend_hashes(sequence.hashes, request, num_blocks)
-        nodes = sequence.nodes
+        nodes, own_blocks, index = sequence.nodes, request.blocks, self.index
         adopted: list[tuple[int, int]] = []
         for depth in range(len(nodes), num_blocks):
-            digest, own = sequence.hashes[depth], request.blocks[depth]
-            node = self.index.get(digest)
+            node, own = index.get(sequence.hashes[depth]), own_blocks[depth]
             if node is None:
-                node = self.index.insert(digest, nodes[-1] if nodes else None, own)
-                node.refs = 1
-                self.blocks.share(own)
-            elif node.block < 0:
+                break  # Then nothing beyond it is known either.
+            if node.block < 0:
                 self.retired_host.append(node.host_block)
                 node.host_block = -1
                 node.refs += 1  # Without a device block it did not count as evictable.
-                self.index.set_block(node, own)
+                index.set_block(node, own)
                 self.blocks.share(own)
             else:
                 self._reference(node)
                 if node.block != own:
                     adopted.append((depth, node.block))
             nodes.append(node)
+        start = len(nodes)
+        if start < num_blocks:
+            parent, fresh = (nodes[-1] if nodes else None), own_blocks[start:num_blocks]
+            nodes += index.insert_chain(parent, sequence.hashes[start:num_blocks], fresh)
+            for block in fresh:
+                self.blocks.share(block)
         if adopted:
             self._adopt(sequence, adopted)
         target = nodes[num_blocks - 1]

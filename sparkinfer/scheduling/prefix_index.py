@@ -25,14 +25,14 @@ def root_hash(salt: str) -> bytes:
 def extend_hashes(hashes: list[bytes], request: Request, num_blocks: int) -> None:
     """Append to `hashes` until it covers the first `num_blocks` blocks, whose tokens must be known.
 
-    A block's hash is blake2b over the hash before it and its 16 token ids as 8-byte integers.
+    A block's hash is blake2b over the hash before it and its 16 token ids as 4-byte integers.
     """
     start = len(hashes)
     if start >= num_blocks:
         return
     parent = hashes[-1] if hashes else root_hash(request.cache_salt)
     tokens = request.tokens(start * KV_BLOCK_TOKENS, num_blocks * KV_BLOCK_TOKENS)
-    data = array("Q", tokens).tobytes()
+    data = array("I", tokens).tobytes()
     blake2b, step = hashlib.blake2b, len(data) // (num_blocks - start)
     for offset in range(0, len(data), step):
         parent = blake2b(parent + data[offset : offset + step], digest_size=HASH_BYTES).digest()
@@ -110,17 +110,23 @@ class PrefixIndex:
                 best = node
         return best, depth
 
-    def insert(self, digest: bytes, parent: PrefixNode | None, block: int) -> PrefixNode:
-        """A new node holding device block `block`. Raises ValueError when the hash exists."""
-        if digest in self._nodes:
-            raise ValueError("this prefix is in the index already")
-        node = PrefixNode(digest, parent, parent.depth + 1 if parent is not None else 1, block)
-        self._nodes[digest] = node
-        if parent is not None:
-            parent.children.add(node)
-            parent.device_children += 1
+    def insert_chain(self, parent: PrefixNode | None, digests: list[bytes], blocks: list[int]) -> list[PrefixNode]:
+        """New nodes, one below the other under `parent`, with one reference each. Raises ValueError on a known hash."""
+        nodes = self._nodes
+        depth = parent.depth if parent is not None else 0
+        chain: list[PrefixNode] = []
+        for digest, block in zip(digests, blocks, strict=True):
+            depth += 1
+            node = PrefixNode(digest, parent, depth, block, -1, set(), 0, 1)
+            if nodes.setdefault(digest, node) is not node:
+                raise ValueError("this prefix is in the index already")
+            if parent is not None:
+                parent.children.add(node)
+                parent.device_children += 1
+            chain.append(node)
+            parent = node
         self.version += 1
-        return node
+        return chain
 
     def set_block(self, node: PrefixNode, block: int) -> None:
         """Change the node's device block; -1 takes it away."""

@@ -6,6 +6,8 @@ never a victim while another runs, so it ends, and then the next one is the earl
 
 from __future__ import annotations
 
+import bisect
+
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.preemption import latest
 from sparkinfer.scheduling.queue import WaitingQueue
@@ -14,11 +16,15 @@ from sparkinfer.scheduling.sequence import Phase, Sequence
 from sparkinfer.scheduling.types import FinishReason, RequestState
 
 
+def _key(sequence: Sequence) -> tuple[int, int]:
+    return sequence.key
+
+
 class Roster:
     """All sequences by phase.
 
-    `prefilling` and `decoding` are in key order after `refresh`; until the next one they may hold sequences that have
-    left their phase since.
+    `prefilling` and `decoding` are in key order. Until the next `refresh` they may hold sequences that have left their
+    phase since: they leave while somebody walks through the lists.
     """
 
     def __init__(self, config: SchedulerConfig, resources: Resources) -> None:
@@ -51,8 +57,8 @@ class Roster:
     def refresh(self) -> None:
         """Bring the lists up to date."""
         if self._stale:
-            self.prefilling = sorted((s for s in self.prefilling if s.phase is Phase.PREFILL), key=lambda s: s.key)
-            self.decoding = sorted((s for s in self.decoding if s.phase is Phase.DECODE), key=lambda s: s.key)
+            self.prefilling = [s for s in self.prefilling if s.phase is Phase.PREFILL]
+            self.decoding = [s for s in self.decoding if s.phase is Phase.DECODE]
             self._stale = False
 
     def admit(self, sequence: Sequence) -> bool:
@@ -62,16 +68,15 @@ class Roster:
         self.queue.remove(sequence)
         sequence.request.state = RequestState.RUNNING
         sequence.phase = Phase.PREFILL
-        self.prefilling.append(sequence)
-        self._stale = True
+        bisect.insort(self.prefilling, sequence, key=_key)
         return True
 
     def start_decoding(self, sequence: Sequence) -> None:
         """The last chunk of the sequence's prompt has been scheduled."""
         sequence.phase = Phase.DECODE
         sequence.look_at = 0
-        self.decoding.append(sequence)
-        self._stale = True
+        bisect.insort(self.decoding, sequence, key=_key)
+        self._stale = True  # It is still among those that prefill; the caller walks through them.
 
     def grow(self, sequence: Sequence) -> bool:
         """One more block for a decoding sequence, if need be from the latest running one; False: not in this step."""
@@ -109,12 +114,14 @@ class Roster:
         request = sequence.request
         if sequence.phase is Phase.WAITING:
             self.queue.remove(sequence)
+        else:
+            running = self.decoding if sequence.phase is Phase.DECODE else self.prefilling
+            del running[bisect.bisect_left(running, sequence.key, key=_key)]
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         sequence.phase = Phase.DONE
         sequence.attention = True
         sequence.look_at = 0
-        self._stale = True
         del self.by_id[request.id]
         if sequence.in_flight:
             self.draining.add(sequence)

@@ -146,7 +146,7 @@ def test_contradictions_are_refused(changes: dict[str, object], words: str) -> N
 def test_pool_sizes() -> None:
     assert pool_entries("SPARKINFER_SNAPSHOT_POOL_MB", 4096, int(146.8 * 2**20)) == 27
     assert pool_entries("SPARKINFER_SNAPSHOT_POOL_MB", 0, 1000) == 0
-    with pytest.raises(ConfigError, match="is 1 MB = 1048576 bytes, one entry takes 2000000 bytes. .* at least 2"):
+    with pytest.raises(ConfigError, match=r"is 1 MB = 1048576 bytes, one entry takes 2000000 bytes\. .* at least 2"):
         pool_entries("SPARKINFER_SNAPSHOT_POOL_MB", 1, 2_000_000)
 
 
