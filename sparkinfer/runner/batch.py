@@ -12,22 +12,22 @@ from sparkinfer_kernels.gated_delta_rule.reference import chunk_layout, num_chun
 from sparkinfer_kernels.sampler.reference import SamplingBatch, noise_keys
 
 from sparkinfer.models.qwen3_5 import Batch, Prefill
-from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, Row, StepPlan
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Row, StepPlan
 
 
 @dataclass(slots=True)
 class _Owner:
     """Whose blocks a line of the block table shows."""
 
-    request: Request
-    num_preemptions: int
+    blocks: list[int]
     count: int
 
 
 class BlockTables:
     """Block numbers by slot as an array, so that a step appends what is new instead of copying every list.
 
-    While a request keeps its slot its block list only grows; a new owner or a preemption rewrites the line.
+    A block list only grows at its end. Whenever other entries of it change (a new owner, a preemption, blocks taken
+    over from an equal cached prefix) the scheduler makes a new list: the line is then written anew.
     """
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:
@@ -44,11 +44,9 @@ class BlockTables:
                 f"request {row.request.id}: {count} blocks exceed the {self.array.shape[1]} of max_model_len"
             )
         owner = self._owners[row.slot]
-        if owner is None or owner.request is not row.request or owner.num_preemptions != row.request.num_preemptions:
-            owner = self._owners[row.slot] = _Owner(row.request, row.request.num_preemptions, 0)
-        known = min(owner.count, count)
-        if known and self.array[row.slot, known - 1] != row.blocks[known - 1]:
-            known = 0
+        if owner is None or owner.blocks is not row.blocks:
+            owner = self._owners[row.slot] = _Owner(row.blocks, 0)
+        known = owner.count
         if known < count:
             self.array[row.slot, known:count] = row.blocks[known:]
         owner.count = count

@@ -130,8 +130,8 @@ class Row(msgspec.Struct, eq=False, gc=False):
     input token is still being sampled by the step before: the runner then takes it from its last-token
     table at `slot`. `samples` says that the row's last position yields a new token, number `output_index`
     of the request (which keys the sampling noise); while it is below `min_tokens` the runner masks the request's
-    `end_token_ids`. `blocks` and `slot` stay valid when the request moves on: `blocks` may grow at its end, entries
-    that a row uses never change.
+    `end_token_ids`. `blocks` and `slot` stay valid when the request moves on: `blocks` may grow at its end, its
+    entries never change: a request whose blocks are replaced gets a new list.
     """
 
     request: Request
