@@ -1,0 +1,1 @@
+"""Reference models of sparkinfer: corpus, tokenizer, training, drafters, and their evaluation."""

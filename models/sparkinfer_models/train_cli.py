@@ -1,0 +1,78 @@
+"""Command line of `models/train.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer_models.config import MODELS, toy
+from sparkinfer_models.dataset import read_stream
+from sparkinfer_models.trainer import Recipe, Trainer
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    run = commands.add_parser("run", help="train a language model")
+    run.add_argument("--model", choices=sorted(MODELS), required=True)
+    run.add_argument("--data", type=Path, required=True, help="folder that `prepare` wrote")
+    run.add_argument("--out", type=Path, required=True, help="checkpoints, log, and the model at the end")
+    run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    run.add_argument("--compile", action="store_true", help="torch.compile the sub-blocks (for a GPU)")
+    run.add_argument("--cuda-graphs", action="store_true", help="replay forward and backward as one CUDA graph")
+    run.add_argument("--resume", action="store_true", help="continue from OUT/training.pt")
+    run.add_argument("--stop-at", type=int, default=0, help="write a checkpoint after this step and end")
+    run.add_argument(
+        "--toy", action="store_true", help="a tiny shape, for a CPU; data ids are folded into its vocabulary"
+    )
+    run.add_argument("--log-every", type=int, default=50)
+    for field in fields(Recipe):
+        kind = {"int": int, "float": float}[str(field.type)]
+        run.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default)
+
+
+def _run(args: argparse.Namespace) -> None:
+    config = MODELS[args.model]
+    train, held = (read_stream(args.data / f"{name}.u16.xz") for name in ("train", "held_out"))
+    if args.toy:
+        config = replace(toy(config), max_positions=max(256, args.long_length))
+        train, held = (np.minimum(ids, config.vocab_size - 1) for ids in (train, held))
+    recipe = Recipe(**{field.name: getattr(args, field.name) for field in fields(Recipe)})
+    trainer = Trainer(
+        config, recipe, (train, held), args.out, torch.device(args.device), args.compile, args.cuda_graphs
+    )
+    if args.resume:
+        trainer.resume()
+    parameters = sum(p.numel() for p in trainer.network.parameters())
+    print(json.dumps({"model": args.model, "parameters": parameters, "train_tokens": len(train)}), flush=True)
+    trainer.run(log_every=args.log_every, stop_at=args.stop_at)
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from sparkinfer_models.prepare import prepare
+
+    summary = prepare(args.packages, args.out, args.tokenizer)
+    print(json.dumps({key: value for key, value in summary.items() if key != "sources"}, indent=2))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code (2 for bad input)."""
+    parser = argparse.ArgumentParser(description="Corpus, tokenizer and training of the reference language models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    prepare = commands.add_parser("prepare", help="fetch the packages, build the corpus, train the tokenizer")
+    prepare.add_argument("--packages", type=Path, default=Path(".cache/spark-tiny/packages"))
+    prepare.add_argument("--out", type=Path, required=True)
+    prepare.add_argument("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")
+    _add_run(commands)
+    args = parser.parse_args(argv)
+    try:
+        {"prepare": _prepare, "run": _run}[args.command](args)
+    except SparkinferError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
