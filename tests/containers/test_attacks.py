@@ -306,7 +306,7 @@ def test_default_trust_root_is_this_hosts_private_one(
 ) -> None:
     from sparkinfer_containers.verify.cli import main
 
-    monkeypatch.setenv("SPARKINFER_ATTEST_STATE", str(state))
+    monkeypatch.setenv("ATTEST_STATE", str(state))
     assert main([str(attested.layout.path)]) == 0
 
 

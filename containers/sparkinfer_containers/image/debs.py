@@ -114,7 +114,8 @@ def _download(address: str, path: Path, deb: Deb) -> bool:
     try:
         run([str(APT_HELPER), "download-file", address, str(temporary), f"SHA256:{deb.sha256}"], timeout=300)
     except EnvironmentProblem:
-        temporary.unlink(missing_ok=True)
+        for leftover in (temporary, temporary.with_name(f"{temporary.name}.FAILED")):
+            leftover.unlink(missing_ok=True)
         return False
     if file_sha256(temporary) != deb.sha256 or temporary.stat().st_size != deb.size:
         temporary.unlink()

@@ -15,12 +15,16 @@ NAME_SETTING = "ATTEST_IMAGE_NAME"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Packages of one variant: Debian's, Python's roots, and the project locks these are resolved within."""
+    """Packages of one variant: Debian's, Python's roots, and the project locks these are resolved within.
+
+    `unconstrained` names packages whose version the variant's torch chooses instead of the locks.
+    """
 
     name: str
     packages: list[str]
     python: list[str]
     constraints: list[str]
+    unconstrained: list[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,22 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.identity import file_sha256
 from sparkinfer_containers.image.settings import Recipe
 from sparkinfer_containers.image.tools import need, run
 
-PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64",
-             "manylinux2014_x86_64", "manylinux1_x86_64", "linux_x86_64")  # fmt: skip
-"""Platforms that Debian 12 (glibc 2.36) runs."""
+PLATFORMS = (
+    *(f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)),
+    *("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"),
+)
+"""Platforms that Debian 12 (glibc 2.36) runs, newest first."""
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "sparkinfer", "kernels", "eval", "containers")
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>\S+) --hash=sha256:(?P<digest>[0-9a-f]{64})\Z")
 
@@ -138,16 +143,16 @@ def project_wheel(repository: Path, epoch: int, work: Path) -> Path:
 
 def relock(recipe: Recipe, repository: Path) -> list[Wheel]:
     """Resolve the variant's Python packages within the project's own locks; one wheel each."""
-    pins = repository / "workflow" / "envs"
+    locks = repository / "workflow" / "envs"
     command = [*_pip(), "install", "--dry-run", "--ignore-installed", "--quiet", "--report=-", "--target=/nonexistent"]
     command += [*_torch_index(), *_target_options(recipe)]
-    constraint = [pin for name in recipe.variant.constraints for pin in _pins(pins / name)]
-    with_pins = pins.parent / ".image-constraints"
-    try:
-        with_pins.write_text("\n".join(_unique(constraint)) + "\n", encoding="utf-8")
-        text = run([*command, f"--constraint={with_pins}", *recipe.variant.python])
-    finally:
-        with_pins.unlink(missing_ok=True)
+    constraint = [pin for name in recipe.variant.constraints for pin in pins(locks / name, recipe.python)]
+    free = set(recipe.variant.unconstrained)
+    chosen = [pin for pin in _unique(constraint) if pin.split("==")[0].lower() not in free]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as handle:
+        handle.write("\n".join(chosen) + "\n")
+        handle.flush()
+        text = run([*command, f"--constraint={handle.name}", *recipe.variant.python])
     found = []
     for item in json.loads(text)["install"]:
         digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
@@ -155,12 +160,26 @@ def relock(recipe: Recipe, repository: Path) -> list[Wheel]:
     return sorted(found, key=lambda wheel: wheel.name.lower())
 
 
-def _pins(path: Path) -> list[str]:
-    """`name==version` of a hashed lock, hashes and markers left out."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [
-        line.split(";")[0].split("\\")[0].strip() for line in lines if "==" in line and not line.startswith((" ", "#"))
-    ]
+def pins(path: Path, python: str) -> list[str]:
+    """`name==version` of a hashed lock for one Python version on Linux x86-64, hashes left out."""
+    environment = {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": "linux",
+        "platform_machine": "x86_64",
+        "platform_system": "Linux",
+        "platform_python_implementation": "CPython",
+        "implementation_name": "cpython",
+        "os_name": "posix",
+    }
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if "==" not in line or line.startswith((" ", "#")):
+            continue
+        required = Requirement(line.split("--hash")[0].rstrip().rstrip("\\"))
+        if required.marker is None or required.marker.evaluate(environment):
+            found.append(f"{required.name}{required.specifier}")
+    return found
 
 
 def _unique(pins: list[str]) -> list[str]:
