@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, StepPlan
 from tests.scheduling.driver import Driver, fuzz, small_config
-
-torch = pytest.importorskip("torch")
 
 
 def watch_tables(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
