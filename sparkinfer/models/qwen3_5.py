@@ -329,6 +329,8 @@ class Qwen35Model:
                 x = layer.mixer(x, batch, caches)
             if number == last and batch.outputs is not None:
                 # Nothing after the last mixer looks at other tokens: go on with those that are asked for.
+                if batch.outputs.shape[0] == 0:
+                    return torch.empty(0, self.config.vocab_size, device=x.device)
                 x, residual = x.index_select(0, batch.outputs), residual.index_select(0, batch.outputs)
             x, residual = self.ops.add_rms_norm(x, residual, layer.norm1_mlp, self.eps)
             x = layer.mlp(x)

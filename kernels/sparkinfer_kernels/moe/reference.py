@@ -41,7 +41,7 @@ def grouped_experts(
         [T, H] in the dtype of `x`.
     """
     tokens, top_k = experts.shape
-    flat = experts.view(-1)
+    flat = experts.reshape(-1)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
     source = order // top_k
@@ -53,7 +53,7 @@ def grouped_experts(
             stop = start + count
             torch.mm(swiglu(rows[start:stop] @ gate_up[expert]), down[expert], out=out[start:stop])
             start = stop
-    scaled = out.float().mul_(weights.view(-1, 1).index_select(0, order))
+    scaled = out.float().mul_(weights.reshape(-1, 1).index_select(0, order))
     # Back to token order, then a sum of fixed order: the result does not depend on the neighbours.
     unsorted = torch.empty_like(scaled).index_copy_(0, order, scaled)
     return unsorted.view(tokens, top_k, -1).sum(dim=1).to(x.dtype)

@@ -1,0 +1,268 @@
+"""Configs and weight files: what is accepted, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sparkinfer.errors import CheckpointError
+from sparkinfer.models.config import load_config, parse_config
+from sparkinfer.models.loader import open_source
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path):
+    """A private copy of a checkpoint, to be damaged."""
+
+    def make(name="dense"):
+        folder, _ = checkpoint(name)
+        shutil.copytree(folder, tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def edit_config(folder, **changes):
+    data = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        data.pop(key, None) if value is ... else data.__setitem__(key, value)
+    (folder / "config.json").write_text(json.dumps(data))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def shard(folder):
+    """Split the single file into two with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, members in parts.items():
+        save_file({name: tensors[name] for name in members}, folder / file)
+    weight_map = {name: file for file, members in parts.items() for name in members}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
+    return parts
+
+
+def logits(make_driver, folder, prompt, **settings):
+    driver = make_driver(folder, **settings)
+    return driver.logits([driver.row(driver.add(prompt(40, 1)))])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
+        ({"architectures": ...}, "architectures"),
+        ({"hidden_size": ...}, "`hidden_size` is missing"),
+        ({"hidden_size": "48"}, "`hidden_size` is '48'"),
+        ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0"),
+        ({"layer_types": ["linear_attention"]}, "`layer_types` must list"),
+        ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
+        ({"num_attention_heads": 5}, "`num_attention_heads` is 5"),
+        ({"linear_num_value_heads": 3}, "`linear_num_value_heads` is 3"),
+        ({"attention_bias": True}, "`attention_bias` is True"),
+        ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu'"),
+        ({"rms_norm_eps": -1}, "`rms_norm_eps` is -1"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "`partial_rotary_factor`"),
+        ({"eos_token_id": "stop"}, "`eos_token_id`"),
+        ({"dtype": "float8"}, "`dtype` is 'float8'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_bad_config_names_the_field(copy, changes, message):
+    folder = copy()
+    edit_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_config(folder)
+
+
+def test_config_defaults_of_published_checkpoints():
+    """The fields of a published multimodal MoE config: a nested text part, mrope, no layer_types."""
+    text = {
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "full_attention_interval": 4,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "eos_token_id": 248044,
+        "dtype": "bfloat16",
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+        },
+    }
+    data = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    config = parse_config(data, generation={"eos_token_id": [248046, 248044]})
+    assert (config.num_full_layers, config.num_linear_layers) == (10, 30)
+    assert config.layer_types[3] == config.layer_types[39] == "full_attention"
+    assert (config.rotary_dim, config.rope_theta) == (64, 1e7)
+    assert config.eos_token_ids == (248046, 248044)
+    assert config.multimodal
+    assert not config.tie_word_embeddings
+
+
+def test_missing_or_malformed_config(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        load_config(tmp_path)
+
+
+def test_shards_give_the_same_logits(checkpoint, copy, make_driver, prompt):
+    folder = copy()
+    shard(folder)
+    assert torch.equal(logits(make_driver, folder, prompt), logits(make_driver, checkpoint("dense")[0], prompt))
+
+
+def test_missing_shard_is_refused_with_a_tensor(copy, make_driver):
+    folder = copy()
+    parts = shard(folder)
+    file, members = next(iter(parts.items()))
+    (folder / file).unlink()
+    with pytest.raises(CheckpointError, match=rf"{file} does not exist.*{members[0]}"):
+        make_driver(folder)
+
+
+def test_no_weights_at_all(copy, make_driver):
+    folder = copy()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        make_driver(folder)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NORM), f"{NORM} is missing"),
+        (lambda t: t.update({NORM: torch.zeros(7)}), rf"{NORM} has shape \[7\], but config.json calls for \[48\]"),
+        (lambda t: t.update({NORM: torch.zeros(48, dtype=torch.int8)}), f"{NORM} has dtype I8"),
+        (lambda t: t.update({"model.layers.9.extra": torch.zeros(2)}), r"model\.layers\.9\.extra has no place"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(copy, make_driver, change, message):
+    folder = copy()
+    edit_tensors(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        make_driver(folder)
+
+
+def test_truncated_file_is_refused_with_the_tensor(copy, make_driver):
+    folder = copy()
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-10])
+    with pytest.raises(CheckpointError, match=r"truncated at \d+ bytes: tensor [\w.]+ is incomplete"):
+        make_driver(folder)
+    path.write_bytes(data[:100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        make_driver(folder)
+    path.write_bytes(struct.pack("<Q", 4) + b"oops")
+    with pytest.raises(CheckpointError, match="malformed safetensors header"):
+        make_driver(folder)
+
+
+def test_index_that_names_an_absent_tensor(copy, make_driver):
+    folder = copy()
+    parts = shard(folder)
+    index = folder / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    data["weight_map"]["model.ghost"] = next(iter(parts))
+    index.write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=r"model\.ghost is missing, but the index"):
+        make_driver(folder)
+
+
+def test_language_part_of_a_multimodal_checkpoint(checkpoint, copy, make_driver, prompt, caplog):
+    folder = copy()
+    data = json.loads((folder / "config.json").read_text())
+    data.pop("architectures")
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": data, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(outer))
+
+    def rename(tensors):
+        for name in list(tensors):
+            if name.startswith("model."):
+                tensors["model.language_model." + name.removeprefix("model.")] = tensors.pop(name)
+        tensors["model.visual.patch_embed.weight"] = torch.zeros(3)
+        tensors["mtp.fc.weight"] = torch.zeros(3)
+
+    edit_tensors(folder, rename)
+    with caplog.at_level(logging.INFO):
+        got = logits(make_driver, folder, prompt)
+    assert torch.equal(got, logits(make_driver, checkpoint("dense")[0], prompt))
+    assert "2 tensors not loaded (mtp, visual)" in caplog.text
+
+
+def test_fused_and_single_expert_layouts_are_the_same(checkpoint, copy, make_driver, prompt):
+    """transformers holds experts fused in memory; its files may have either layout."""
+    folder = copy("moe")
+    single = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    was_single = single in load_file(folder / "model.safetensors")
+
+    def convert(tensors):
+        for layer in range(4):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            if was_single:
+                parts = [
+                    [tensors.pop(f"{prefix}{e}.{p}_proj.weight") for e in range(7)] for p in ("gate", "up", "down")
+                ]
+                gate, up, down = (torch.stack(part) for part in parts)
+                tensors[f"{prefix}gate_up_proj"] = torch.cat([gate, up], dim=1).contiguous()
+                tensors[f"{prefix}down_proj"] = down
+            else:
+                fused, down = tensors.pop(f"{prefix}gate_up_proj"), tensors.pop(f"{prefix}down_proj")
+                for e in range(7):
+                    gate, up = fused[e].chunk(2)
+                    for name, value in (("gate", gate), ("up", up), ("down", down[e])):
+                        tensors[f"{prefix}{e}.{name}_proj.weight"] = value.clone()
+
+    edit_tensors(folder, convert)
+    assert torch.equal(logits(make_driver, folder, prompt), logits(make_driver, checkpoint("moe")[0], prompt))
+
+
+def test_dummy_weights_are_seeded_and_finite(checkpoint, copy, make_driver, prompt):
+    folder = copy("moe")
+    (folder / "model.safetensors").unlink()
+    first = logits(make_driver, folder, prompt, load_format="dummy", seed=3)
+    assert torch.isfinite(first).all()
+    assert torch.equal(first, logits(make_driver, folder, prompt, load_format="dummy", seed=3))
+    assert not torch.equal(first, logits(make_driver, folder, prompt, load_format="dummy", seed=4))
+
+
+def test_unknown_load_format(checkpoint):
+    folder, _ = checkpoint("dense")
+    with pytest.raises(CheckpointError, match="load format 'gguf'"):
+        open_source(folder, load_config(folder), "gguf")
