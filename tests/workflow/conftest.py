@@ -103,7 +103,7 @@ def checkout(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in (
         "Snakefile", "workflow", "profiles", "config", "eval", "sparkinfer", "kernels", "models", "changes",
-        "pyproject.toml", ".venv", ".venvs", "CHANGELOG.md",
+        "pyproject.toml", ".venv", ".venvs", "CHANGELOG.md", "Makefile", ".git",
     ):  # fmt: skip
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)

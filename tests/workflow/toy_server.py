@@ -21,6 +21,7 @@ parser.add_argument("--die-after", type=int, default=-1)
 parser.add_argument("--slow", type=float, default=0.0)
 parser.add_argument("--ignore-term", action="store_true")
 parser.add_argument("--hang-chat-stream", action="store_true")
+parser.add_argument("--die-on-hang", action="store_true", help="die where a streaming request would hang")
 parser.add_argument("--sign", help="file that is made when a streaming request hangs")
 options, rest = parser.parse_known_args()
 served = 0
@@ -53,6 +54,9 @@ class Handler(BaseHTTPRequestHandler):
         if options.hang_chat_stream and body.get("stream"):
             if options.sign:
                 open(options.sign, "w").close()
+            if options.die_on_hang:
+                print("toy server: dying as told", flush=True)
+                os._exit(7)
             time.sleep(600)
         self.answer({"choices": [{"text": "x"}], "usage": {"completion_tokens": body.get("max_tokens", 1)}})
 

@@ -8,6 +8,7 @@ The manifest names what the folder is (its definition) and its digest. Exit code
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import shutil
@@ -31,7 +32,11 @@ def generate(source: dict[str, Any], folder: Path) -> None:
     command += ["--seed", str(source.get("seed", 0))]
     for name, value in source.get("size", {}).items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    if subprocess.run(command, check=False).returncode != 0:
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    print(done.stderr, end="", file=sys.stderr)
+    if "No space left on device" in done.stderr:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if done.returncode != 0:
         raise ConfigError("the model could not be generated: see the message above")
 
 
@@ -73,6 +78,9 @@ def place(source: dict[str, Any], definition: dict[str, Any], folder: Path) -> N
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
     finally:
+        # The generator's own temporary folder too, which a full disk leaves behind.
+        for leftover in folder.parent.glob(f".*{temporary.name}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -94,6 +102,11 @@ def main(argv: list[str]) -> int:
     except SparkinferError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print("error: the disk is full: free some space and start again; finished results are kept", file=sys.stderr)
+        return 3
     return 0
 
 

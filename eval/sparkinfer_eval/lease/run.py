@@ -21,6 +21,7 @@ from sparkinfer_eval.lease.state import ServerState
 
 KEPT_LINES = 30
 INTERRUPTED = 130
+DISK_FULL = "No space left on device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class _Output:
         """The last line that says `error:`, else the last line."""
         if self._partial.strip():
             self.lines.append(self._partial.decode("utf-8", errors="replace"))
+        if any(DISK_FULL in line for line in self.lines):
+            return f"error: the disk is full ({DISK_FULL}): free some space and start again; finished results are kept"
         for line in reversed(self.lines):
             if "error:" in line.lower():
                 return line.strip()[:600]
