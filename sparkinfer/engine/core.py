@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
@@ -9,6 +10,7 @@ from typing import Protocol, runtime_checkable
 from sparkinfer.engine.messages import EngineStats
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.scheduling.config import SchedulerConfig
+from sparkinfer.scheduling.invariants import check_integrity
 from sparkinfer.scheduling.scheduler import Scheduler
 from sparkinfer.scheduling.types import Request, StepPlan, StepResult, TokenUpdate
 
@@ -51,6 +53,7 @@ class EngineCore:
         self.runner = runner
         self.scheduler = Scheduler(scheduler_config)
         self._launched: deque[StepPlan] = deque()
+        self._next_check_s = 0.0
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError when it can never run."""
@@ -68,11 +71,14 @@ class EngineCore:
     def step(self) -> list[TokenUpdate]:
         """Run one step and return its tokens; an empty list when there is no work.
 
-        Raises SparkinferError when work waits and nothing can run: that is a fault of the scheduler.
+        Raises SparkinferError when work waits and nothing can run, or when the scheduler's books do not balance:
+        those are faults of this program.
         """
-        if self.scheduler.config.max_in_flight == 1:
-            return self._step_in_turn()
-        return self._step_overlapped()
+        overlapped = self.scheduler.config.max_in_flight > 1
+        updates = self._step_overlapped() if overlapped else self._step_in_turn()
+        if not self.scheduler.has_work:
+            self._check_when_idle()
+        return updates
 
     def _step_in_turn(self) -> list[TokenUpdate]:
         plan = self.scheduler.schedule()
@@ -90,6 +96,13 @@ class EngineCore:
             self._check_progress()
             return []
         return self.scheduler.commit(self._launched.popleft(), self.runner.collect())
+
+    def _check_when_idle(self) -> None:
+        """Check the scheduler's books now and then, when nobody waits for it. Raises IntegrityError."""
+        interval, now = self.scheduler.config.idle_check_interval_s, time.monotonic()
+        if interval and now >= self._next_check_s:
+            self._next_check_s = now + interval
+            check_integrity(self.scheduler)
 
     def _check_progress(self) -> None:
         if self.scheduler.has_work:

@@ -89,6 +89,10 @@ class SchedulerConfig:
     attention_cost_tokens: int = 32768
     """Context at which a token costs twice what it costs at position 0 (recompute cost in eviction)."""
 
+    idle_check_interval_s: float = 600.0
+    """Least seconds between two checks of the conservation laws, made when the engine runs out of work; 0: none.
+    A check takes tens of milliseconds on a large pool, which the next request would wait for."""
+
     max_in_flight: int = 1
     """Plans that may be scheduled and not yet committed: 1, or 2 when the host prepares the next step early."""
 
@@ -155,6 +159,8 @@ class SchedulerConfig:
                     raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least {low}.")
         if not 0 <= self.watermark < 0.5:
             raise ConfigError(f"watermark is {self.watermark}: it must lie in [0, 0.5).")
+        if self.idle_check_interval_s < 0:
+            raise ConfigError(f"idle_check_interval_s is {self.idle_check_interval_s}: it must be at least 0.")
         if self.max_in_flight not in (1, 2):
             raise ConfigError(f"max_in_flight is {self.max_in_flight}: it must be 1 or 2.")
         if self.max_model_len < 2:

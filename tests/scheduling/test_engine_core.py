@@ -8,6 +8,7 @@ import pytest
 
 from sparkinfer.engine.core import EngineCore
 from sparkinfer.errors import ConfigError, SparkinferError
+from sparkinfer.scheduling.invariants import IntegrityError
 from sparkinfer.scheduling.types import Request, SamplingParams, StepPlan, StepResult
 from tests.scheduling.driver import family_tokens, small_config
 from tests.scheduling.fake_model import FakeRunner, expected_output
@@ -66,6 +67,17 @@ def test_a_result_that_does_not_fit_its_plan_is_refused() -> None:
     core = EngineCore(Short(config), config)
     core.add(Request("a", [1, 2, 3], SamplingParams(4)))
     with pytest.raises(SparkinferError, match="samples 1 tokens, its result has 0"):
+        core.step()
+
+
+def test_books_are_checked_when_the_engine_runs_out_of_work() -> None:
+    config = small_config(max_in_flight=1)
+    core = EngineCore(FakeRunner(config), config)
+    core.add(Request("a", [1, 2, 3], SamplingParams(3, ignore_eos=True)))
+    core.step()
+    core.step()
+    core.scheduler.resources.blocks.allocate(1)  # A block that nobody owns.
+    with pytest.raises(IntegrityError, match="block"):
         core.step()
 
 
