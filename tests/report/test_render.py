@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sparkinfer_containers.verify.numbers import differences
 from sparkinfer_eval import parquet
 from sparkinfer_eval.records import Record
 from sparkinfer_eval.report.failures import record_failure
@@ -87,6 +88,7 @@ def test_table_values_equal_a_computation_by_hand(raw_run, render):
     assert found["ttft_ms", "p50"]["value"] == pytest.approx(middle)
     assert found["output_tok_s", "value"]["value"] == pytest.approx(rate)
     assert found["output_tok_s", "value"]["n"] == 70
+    assert data["cell_definitions"]["poisson-r1"]["rate"] == 4.0
     assert [s["info"]["settings"]["max_num_seqs"] for s in data["servers"]] == [32, 32]
 
 
@@ -376,3 +378,27 @@ def test_the_documented_check_by_hand_gives_the_reported_numbers(raw_run, render
     row = row_of((report / "CHANGELOG.md").read_text(), "16 chats: sparkinfer 0.1.0")
     assert row[1].split(" / ")[0] == f"{ttft:.1f}"
     assert row[2] == f"{rate:,.0f}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"engines": ["sparkinfer", "vllm", "previous"], "blocks": 2, "reps": 2, "counts": {}},
+        {"skip": {("vllm", "chat-c16"), ("sparkinfer", "poisson-r1")}},
+        {"engines": ["sparkinfer"], "models": ["spark-tiny-dense", "spark-tiny-moe"]},
+    ],
+    ids=["plain", "previous-blocks-reps", "missing", "two-models-no-baseline"],
+)
+def test_the_verifier_derives_the_same_report_from_the_records(raw_run, render, settings):
+    report = render(raw_run(**settings))
+    assert differences(report, json.loads((report / "report.json").read_text())) == []
+
+
+def test_the_verifier_names_a_number_changed_by_hand(raw_run, render):
+    report = render(raw_run())
+    data = json.loads((report / "report.json").read_text())
+    text = (report / "CHANGELOG.md").read_text()
+    rate = row_of(text, "16 chats: sparkinfer 0.1.0")[2]
+    (report / "CHANGELOG.md").write_text(text.replace(f"| {rate} |", "| 9,999 |", 1))
+    assert any("16 chats: sparkinfer 0.1.0" in line for line in differences(report, data))

@@ -33,11 +33,13 @@ def _measurements(path: Path, report: dict[str, Any]) -> list[Measurement]:
     for columns, record in parquet.records(parquet.read(path)):
         grouped.setdefault(tuple(columns[name] for name in parquet.RESULT_COLUMNS), []).append(record)
     digests = {model["name"]: model["digest"] for model in report["models"]}
+    definitions = report.get("cell_definitions", {})
     made = []
     for (run, block, engine, digest, model, cell, rep), records in grouped.items():
         result = RawResult(
             run=run, block=block, engine=engine, engine_version="", engine_digest=digest, model=model,
-            model_digest=digests.get(model, ""), cell=cell, rep=rep, cell_definition={}, cell_digest="",
+            model_digest=digests.get(model, ""), cell=cell, rep=rep, cell_digest="",
+            cell_definition=definitions.get(cell, {}),
             prompts_sha256="", command=[], started_at=report["measured"]["started_at"], tool={},
         )  # fmt: skip
         profiling = [record for record in records if record.phase == "profiling"]

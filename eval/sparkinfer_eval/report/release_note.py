@@ -97,7 +97,7 @@ def release_note(figures: Figures, fragments: list[Fragment], history: History) 
     refuse_claims([f.sentence() for f in fragments] + [f.headline or "" for f in fragments], "changes/")
     blocks: list[Block] = [
         Heading(1, _title(figures, fragments)),
-        Paragraph(f"{headline_figure(figures)[:1].upper()}{headline_figure(figures)[1:]}."),
+        Paragraph(f"In figures: {headline_figure(figures)}."),
         *_measured(figures),
         _checks(figures),
         Heading(2, "What changed"),

@@ -104,6 +104,7 @@ def build_report(figures: Figures) -> dict[str, Any]:
         "packages": info["packages"],
         "container": info.get("container"),
         "servers": run.servers,
+        "cell_definitions": {m.result.cell: m.result.cell_definition for m in run.measurements},
         "cells": _cells(figures),
         "summary": _summary(figures),
         "ratios": _ratios(figures),
