@@ -7,9 +7,10 @@ file) and `profile_export_aiperf.json` (its own summary, kept to cross-check our
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -47,7 +48,12 @@ LATENCIES = {
     "request_latency_ms": "request_latency",
 }
 STATS = {"mean": "avg", "p50": "p50", "p90": "p90", "p99": "p99"}
-RATES = {"output_tok_s": "output_token_throughput", "requests_s": "request_throughput"}
+PLAIN = {
+    "requests": "request_count",
+    "duration_s": "benchmark_duration",
+    "output_tok_s": "output_token_throughput",
+    "requests_s": "request_throughput",
+}
 
 
 @dataclass(frozen=True)
@@ -60,9 +66,7 @@ class Export:
 
     def summary_figures(self) -> dict[str, float | None]:
         """AIPerf's own figures under our names (`ttft_ms/p50`); None where it has none."""
-        found: dict[str, float | None] = {"requests": self._value("request_count", "avg")}
-        for ours, theirs in RATES.items():
-            found[ours] = self._value(theirs, "avg")
+        found: dict[str, float | None] = {ours: self._value(theirs, "avg") for ours, theirs in PLAIN.items()}
         for ours, theirs in LATENCIES.items():
             for stat, key in STATS.items():
                 found[f"{ours}/{stat}"] = self._value(theirs, key)
@@ -74,14 +78,27 @@ class Export:
         return float(value) if isinstance(value, int | float) else None
 
 
-def summary_figures(records: Sequence[Record]) -> dict[str, float]:
-    """Our figures from the records, under the names of `Export.summary_figures`; empty when no request succeeded."""
-    if not metrics.measured(records):
-        return {"requests": 0.0}
-    found = {"requests": float(len(metrics.measured(records)))}
-    for value in metrics.summarise(records):
-        found[value.metric if value.stat == "value" else f"{value.metric}/{value.stat}"] = value.value
-    return found
+def recomputed(export: Export) -> dict[str, float]:
+    """The figures of AIPerf's summary computed from its records; empty when there are none to have.
+
+    Its rates are over a window from the first decision to send to the end of the last stream, a few ms longer than
+    first start to last content (`metrics.duration_s`, which its `benchmark_duration` is): its own window is used here.
+    """
+    measured = metrics.measured(export.records)
+    try:
+        begin, end = (dt.datetime.fromisoformat(export.summary[key]) for key in ("start_time", "end_time"))
+        window = (end - begin).total_seconds()
+        found = {
+            "requests": float(len(measured)),
+            "duration_s": metrics.duration_s(measured),
+            "output_tok_s": sum(record.output_tokens or 0 for record in measured) / window,
+            "requests_s": len(measured) / window,
+        }
+        values = metrics.summarise(measured)
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
+        # No request succeeded, or times are missing or impossible: there is nothing to compare, and the gate says so.
+        return {}
+    return found | {f"{value.metric}/{value.stat}": value.value for value in values if value.stat != "value"}
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -99,18 +116,24 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         raise InvalidRun(f"{path.name} is damaged ({error})") from error
 
 
-def finish_reason(raw: dict[str, Any]) -> str | None:
-    """The finish reason in the streamed chunks of one raw record: the last that is not null."""
-    found = None
+def ending(raw: dict[str, Any]) -> tuple[str | None, str | None]:
+    """(finish reason, error) in the streamed chunks of one raw record: the last reason, the first error event.
+
+    AIPerf 0.13 takes an error event inside a 200 stream for the end of a good answer.
+    """
+    reason, failure = None, None
     for response in raw.get("responses", ()):
         for packet in response.get("packets", ()):
-            text = packet.get("value", "")
-            # Most chunks carry a null reason: look before parsing.
-            if packet.get("name") != "data" or '"finish_reason"' not in text:
+            text = packet.get("value") or ""
+            # Most chunks have neither: look before parsing.
+            if packet.get("name") != "data" or not ('"finish_reason"' in text or '"error"' in text):
                 continue
-            for choice in json.loads(text).get("choices", ()):
-                found = choice.get("finish_reason") or found
-    return found
+            chunk = json.loads(text)
+            for choice in chunk.get("choices") or ():
+                reason = choice.get("finish_reason") or reason
+            if chunk.get("error") and failure is None:
+                failure = str(chunk["error"].get("message") if isinstance(chunk["error"], dict) else chunk["error"])
+    return reason, failure
 
 
 def prompt_sent(raw: dict[str, Any]) -> str:
@@ -144,7 +167,8 @@ def _record(entry: dict[str, Any], raw: dict[str, Any] | None) -> Record:
     token_ns = None
     if first_ns is not None and gaps is not None:
         token_ns = list(accumulate((round(gap * metrics.NS_PER_MS) for gap in gaps), initial=first_ns))
-    failure = entry.get("error")
+    reason, event = (None, None) if raw is None else ending(raw)
+    failure = entry.get("error") or (None if event is None else {"message": event})
     if failure is None and (meta.get("was_cancelled") or latency is None):
         failure = {"message": "cancelled" if meta.get("was_cancelled") else "the answer had no content"}
     return Record(
@@ -156,7 +180,7 @@ def _record(entry: dict[str, Any], raw: dict[str, Any] | None) -> Record:
         start_ns=start,
         first_token_ns=first_ns,
         end_ns=int(meta["request_end_ns"]) if latency is None else start + round(latency * metrics.NS_PER_MS),
-        finish_reason=None if raw is None else finish_reason(raw),
+        finish_reason=reason,
         error=None if failure is None else str(failure.get("message") or failure)[:500],
         token_ns=token_ns,
     )

@@ -86,10 +86,8 @@ DOCUMENT_SCHEMA = _object(
             {
                 # Relative difference between the planned and the realised arrival rate.
                 "arrival_rate": _FRACTION,
-                # Relative difference between our figures and the load generator's own summary: rates (its window is
-                # a little longer), latencies (the same numbers).
-                "rate_agreement": _FRACTION,
-                "latency_agreement": _FRACTION,
+                # Relative difference between the load generator's own summary and the same figures from its records.
+                "summary_agreement": _FRACTION,
                 # Share of the prompt tokens that a prefix cache may have served.
                 "prefix_cache_hits": _FRACTION,
             }

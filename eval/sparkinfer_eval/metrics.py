@@ -65,11 +65,14 @@ def itl_ms(records: Iterable[Record]) -> list[float]:
 
 
 def duration_s(records: Iterable[Record]) -> float:
-    """Seconds from the first start to the last content. Raises ValueError when no record counts."""
+    """Seconds from the first start to the last content. Raises ValueError when no record counts or no time passed."""
     chosen = measured(records)
     if not chosen:
         raise ValueError("no error-free record of the profiling phase: there is nothing to time")
-    return (max(record.end_ns for record in chosen) - min(record.start_ns for record in chosen)) / NS_PER_S
+    span = max(record.end_ns for record in chosen) - min(record.start_ns for record in chosen)
+    if span <= 0:
+        raise ValueError("the records end before they start: their times are damaged")
+    return span / NS_PER_S
 
 
 def output_tok_s(records: Sequence[Record]) -> float:

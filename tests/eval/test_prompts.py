@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 from sparkinfer_eval.arrival_plan import plan_of, poisson_plan
 from sparkinfer_eval.cells import Cell, all_ids, load_cells, resolve_cells
 from sparkinfer_eval.prompts import ChatCounter, cell_texts, fit, read_prompts, write_prompts
-from sparkinfer_eval.toy_model import ToySize, generate
 
 from sparkinfer.errors import CheckpointError, ConfigError
 
@@ -18,18 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = load_cells(ROOT / "config" / "cells.yaml")
 IDS = all_ids(DOCUMENT)
 CELLS = resolve_cells(DOCUMENT, "cpu")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "toy"
-    generate("dense", folder, size=ToySize(hidden=32, ffn=32, linear_head_dim=16))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def counter(model: Path) -> ChatCounter:
-    return ChatCounter(model)
 
 
 def small(name: str, **change: int) -> Cell:
@@ -92,7 +80,7 @@ def test_open_loop_rows_carry_the_plan(model: Path, counter: ChatCounter, tmp_pa
 
 def test_plan_is_poisson_seeded_and_checked() -> None:
     plan = poisson_plan(4000, 2.0, 0.2, 32, (128, 768), "s")
-    gaps = [b.at_s - a.at_s for a, b in zip(plan, plan[1:], strict=False)]
+    gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(plan)]
     mean = sum(gaps) / len(gaps)
     deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
     assert mean == pytest.approx(0.5, rel=1e-9)
