@@ -1,0 +1,87 @@
+"""Paged attention against softmax(q k^T) v written out in fp64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sparkinfer_kernels.attention import reference as attention
+
+BLOCK = 16
+QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+def naive(q, k, v, start, scale):
+    """q [L, Hq, D] at positions start.. against k, v [start + L, Hkv, D]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("lhd,shd->hls", q.double(), k) * scale
+    hidden = torch.arange(k.shape[0]) > (start + torch.arange(q.shape[0]))[:, None]
+    return torch.einsum("hls,shd->lhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+class Paged:
+    """Sequences in a paged cache whose unused places hold large values that must not be seen."""
+
+    def __init__(self, contexts, hkv, d, seed):
+        self.g = torch.Generator().manual_seed(seed)
+        needed = [-(-context // BLOCK) for context in contexts]
+        order = torch.randperm(sum(needed) + 3, generator=self.g).tolist()
+        self.k_cache = torch.full((len(order), BLOCK, hkv, d), 50.0)
+        self.v_cache = torch.full((len(order), BLOCK, hkv, d), 1e4)
+        self.tables = [np.array([order.pop() for _ in range(count)], dtype=np.int64) for count in needed]
+        self.k = [torch.randn(context, hkv, d, generator=self.g) for context in contexts]
+        self.v = [torch.randn(context, hkv, d, generator=self.g) for context in contexts]
+        for table, k, v in zip(self.tables, self.k, self.v, strict=True):
+            at = torch.arange(k.shape[0])
+            flat = torch.from_numpy(table)[at // BLOCK] * BLOCK + at % BLOCK
+            attention.write_kv(k, v, self.k_cache, self.v_cache, flat)
+
+
+@pytest.mark.parametrize(("hq", "hkv", "d"), [(4, 2, 16), (3, 1, 32), (2, 2, 8)])
+@settings(max_examples=15, **QUIET)
+@given(
+    contexts=st.lists(st.one_of(st.integers(1, 90), st.integers(600, 900)), min_size=1, max_size=8),
+    seed=st.integers(0, 99),
+)
+def test_decode(assert_close, hq, hkv, d, contexts, seed):
+    paged = Paged(contexts, hkv, d, seed)
+    q = torch.randn(len(contexts), hq, d, generator=paged.g)
+    groups = attention.decode_groups(paged.tables, np.array(contexts), BLOCK, q.dtype, q.device)
+    got = attention.attention_decode(q, paged.k_cache, paged.v_cache, groups, d**-0.5)
+    for row, context in enumerate(contexts):
+        expected = naive(q[row : row + 1], paged.k[row], paged.v[row], context - 1, d**-0.5)
+        assert_close(f"row {row} of {contexts}", got[row : row + 1], expected)
+
+
+@pytest.mark.parametrize(("hq", "hkv", "d"), [(4, 2, 16), (3, 1, 32)])
+@settings(max_examples=15, **QUIET)
+@given(
+    shares=st.lists(st.tuples(st.one_of(st.just(0), st.integers(1, 80)), st.integers(1, 70)), min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+)
+def test_prefill(assert_close, hq, hkv, d, shares, seed):
+    paged = Paged([start + length for start, length in shares], hkv, d, seed)
+    q = torch.randn(sum(length for _, length in shares), hq, d, generator=paged.g)
+    spans, first = [], 0
+    for (start, length), table in zip(shares, paged.tables, strict=True):
+        spans.append(attention.PrefillSpan(first, length, start, torch.from_numpy(table) if start else None))
+        first += length
+    k = torch.cat([part[start:] for (start, _), part in zip(shares, paged.k, strict=True)])
+    v = torch.cat([part[start:] for (start, _), part in zip(shares, paged.v, strict=True)])
+    got = attention.attention_prefill(q, k, v, paged.k_cache, paged.v_cache, spans, d**-0.5)
+    for span, k_all, v_all in zip(spans, paged.k, paged.v, strict=True):
+        part = slice(span.first, span.first + span.length)
+        assert_close(f"span {span.start}+{span.length}", got[part], naive(q[part], k_all, v_all, span.start, d**-0.5))
+
+
+def test_groups_hold_every_row_once_and_respect_the_limit():
+    contexts = np.array([1, 5000, 17, 900, 16, 2100, 30])
+    tables = [np.arange(-(-context // BLOCK)) for context in contexts]
+    groups = attention.decode_groups(tables, contexts, BLOCK, torch.float32, torch.device("cpu"))
+    rows = sorted(row for group in groups for row in group.rows.tolist())
+    assert rows == list(range(len(contexts)))
+    for group in groups:
+        assert group.count == 1 or len(group.blocks) * BLOCK <= attention.GROUP_TOKENS
