@@ -8,8 +8,9 @@ from typing import Any
 from sparkinfer_containers.verify.bundle import Verified
 
 SCHEMA = "sparkinfer/verify/v1"
-PRECEDENCE = (2, 3, 4, 1, 5)
-"""Which exit code wins when several problems were found: a bad signature says more than a differing number."""
+PRECEDENCE = (2, 3, 1, 4, 5)
+"""Which exit code wins when several problems were found. A changed number also changes its file's digest: 1 says more.
+Where the records themselves are not the signed ones no number is derived from them, so that 4 stands alone."""
 
 
 @dataclass
