@@ -77,6 +77,28 @@ def evaluation(report_folder: Path, raw_results: Path | None = None) -> dict[str
     return statement(name, digest, EVALUATION_SOURCE if source else EVALUATION, predicate)
 
 
+def find_report(reports: Path, version: str, digest: str) -> Path:
+    """The report folder that a release publishes: the one of `version` that measured the image `digest`.
+
+    Without one, the only report of that version (made from the source tree). Raises UsageProblem when there is none or
+    the choice is open.
+    """
+    of_version, of_image = [], []
+    for path in sorted(reports.glob("*/report.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if report.get("version") == version:
+            of_version.append(path.parent)
+            if subject_of(report) == (digest, False):
+                of_image.append(path.parent)
+    chosen = of_image or of_version
+    if len(chosen) != 1:
+        names = ", ".join(path.name for path in chosen) or "none"
+        raise UsageProblem(
+            f"{reports}: expected one report of version {version}, found {names}: keep the one to publish"
+        )
+    return chosen[0]
+
+
 def attach(layout: Layout, image: Descriptor, bundle: str, predicate_type: str) -> Descriptor:
     """Add a bundle to a layout as a referrer of `image`."""
     data = bundle.encode()

@@ -103,6 +103,13 @@ def _attest(args: argparse.Namespace) -> int:
     return 0
 
 
+def _find_report(args: argparse.Namespace) -> int:
+    recipe = settings.load(args.repository, "cpu")
+    digest = Layout(args.image / "layout").image().digest
+    print(attest.find_report(args.repository / "reports", recipe.version, digest))
+    return 0
+
+
 def _sign_report(args: argparse.Namespace) -> int:
     made = attest.evaluation(args.report, args.raw)
     recipe = settings.load(args.repository, "cpu")
@@ -210,6 +217,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("image", type=_path, help="folder that `build` made")
     made.add_argument("--report", type=_path, help="reports/RUN to sign; attached when it measured this image")
     made.add_argument("--builder", help="builder.id of the provenance, for a hosted build")
+    made = add("find-report", _find_report, "print the report folder that a release of this image publishes")
+    made.add_argument("image", type=_path)
     made = add("sign-report", _sign_report, "sign a report folder", signing)
     made.add_argument("report", type=_path)
     made = add("push", _push, "push an image and its attestations")

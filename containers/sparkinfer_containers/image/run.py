@@ -84,8 +84,9 @@ class Container:
                 )
         finally:
             os.close(status_write)
-        with os.fdopen(status_read) as status:
-            line = status.readline()
+        # Kept open: bubblewrap writes the exit code there too, and would die of a closed pipe.
+        self._status = os.fdopen(status_read)
+        line = self._status.readline()
         self.init_pid: int | None = json.loads(line)["child-pid"] if line else None
 
     def __enter__(self) -> Container:
@@ -109,3 +110,5 @@ class Container:
             self.signal(signal.SIGKILL)
             self.process.kill()
             return self.process.wait()
+        finally:
+            self._status.close()

@@ -1,0 +1,188 @@
+"""The real image, end to end: built, attested, pushed, verified by us and by others, pulled, run, rebuilt.
+
+Needs root, Debian's tools and the package index or caches (DEB_CACHE, WHEEL_CACHE). IMAGE=DIR takes an image that
+`python -m sparkinfer_containers build` made instead of building one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sparkinfer_containers import cli
+from sparkinfer_containers.image.run import Container
+from sparkinfer_containers.loopback import registry
+from sparkinfer_containers.oci.layout import Layout
+from sparkinfer_containers.verify.cli import main as verify
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ("mmdebstrap", "bwrap", "docker-registry", "git")
+
+
+@pytest.fixture(scope="module")
+def caches() -> list[str]:
+    """Options that name the download caches."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparkinfer"
+    debs, wheels = os.environ.get("DEB_CACHE") or cache / "debs", os.environ.get("WHEEL_CACHE") or cache / "wheels"
+    return ["--deb-cache", str(debs), "--wheel-cache", str(wheels)]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory, caches: list[str]) -> Iterator[Path]:
+    """A copy of the built image that may be attested."""
+    missing = [program for program in PROGRAMS if not shutil.which(program)]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    if os.getuid() != 0:
+        pytest.skip("mmdebstrap and the sandbox's user mapping need root here")
+    folder = tmp_path_factory.mktemp("release") / "image"
+    given = os.environ.get("IMAGE")
+    if given:
+        shutil.copytree(given, folder, copy_function=os.link)
+        unsigned(folder)
+    else:
+        assert cli.main(["build", "--variant", "cpu", "--output", str(folder), *caches]) == 0
+    yield folder
+    shutil.rmtree(folder)
+
+
+def unsigned(folder: Path) -> None:
+    """Take attestations that a given image carries out of its index."""
+    index = folder / "layout" / "index.json"
+    data = json.loads(index.read_text())
+    data["manifests"] = [item for item in data["manifests"] if "artifactType" not in item]
+    index.unlink()  # the copy is made of hard links
+    index.write_text(json.dumps(data))
+
+
+@pytest.fixture(scope="module")
+def pushed(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The attested image in a registry: its reference by digest, and the private trust root."""
+    folder = tmp_path_factory.mktemp("registry")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTEST_STATE", str(folder / "state"))
+        start = time.monotonic()
+        assert cli.main(["attest", str(image)]) == 0
+        assert time.monotonic() - start < 10
+    with registry(folder / "registry") as host:
+        assert cli.main(["push", str(image), f"{host}/sparkinfer/image:1"]) == 0
+        digest = Layout(image / "layout").image().digest
+        yield f"{host}/sparkinfer/image@{digest}", folder / "state" / "trusted_root.json"
+    shutil.rmtree(folder)
+
+
+def test_pushed_image_verifies(pushed: tuple[str, Path], tmp_path: Path) -> None:
+    reference, root = pushed
+    assert verify([reference, "--trusted-root", str(root), "--json", str(tmp_path / "outcome.json")]) == 0
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert outcome["level"] == "integrity only"
+    assert set(outcome["signers"]) == {"provenance", "sbom"}
+
+
+def test_github_cli_verifies_the_pushed_image(pushed: tuple[str, Path], gh: str, tmp_path: Path) -> None:
+    reference, root = pushed
+    host = json.loads(root.read_text())["tlogs"][0]["baseUrl"].removeprefix("https://log.")
+    command = [gh, "attestation", "verify", f"oci://{reference}", "--bundle-from-oci", "--owner", "gittensor-ai-lab"]
+    command += ["--custom-trusted-root", str(root), "--cert-identity", f"https://{host}/release"]
+    command += ["--cert-oidc-issuer", f"https://oidc.{host}"]
+    environment = {**os.environ, "GH_TOKEN": "unused", "GH_CONFIG_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_ready(container: Container, port: int, log: Path, limit_s: float = 240) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and container.process.poll() is None:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    raise AssertionError(f"the server did not get ready:\n{log.read_text()[-3000:]}")
+
+
+@pytest.fixture(scope="module")
+def pulled(pushed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The image as a user gets it: pulled anonymously by digest and unpacked."""
+    folder = tmp_path_factory.mktemp("pulled") / "image"
+    assert cli.main(["pull", "--anonymous", pushed[0], str(folder)]) == 0
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The generated toy model of the workflow."""
+    folder = tmp_path_factory.mktemp("models") / "spark-tiny-dense"
+    command = [sys.executable, str(ROOT / "models" / "generate.py"), "dense", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_pulled_image_answers_a_chat_request(pulled: Path, model: Path, tmp_path: Path) -> None:
+    digest = (pulled / "digest").read_text()
+    port, log = free_port(), tmp_path / "log"
+    environment = {
+        "SPARKINFER_MODEL": f"/models/{model.name}",
+        "SPARKINFER_HOST": "127.0.0.1",
+        "SPARKINFER_PORT": str(port),
+    }
+    with Container(pulled, digest, log, environment=environment, models=model.parent) as container:
+        wait_until_ready(container, port, log)
+        base = f"http://127.0.0.1:{port}/v1"
+        info = httpx.get(f"{base}/info", trust_env=False).json()
+        assert info["engine_digest"] == digest
+        body: dict[str, Any] = {
+            "model": info["model"],
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_completion_tokens": 4,
+        }
+        answer = httpx.post(f"{base}/chat/completions", json=body, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        container.signal(signal.SIGTERM)
+        container.process.wait(60)
+        assert "signal 15" in log.read_text()
+
+
+def test_image_without_a_model_says_what_to_do(pulled: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with Container(pulled, (pulled / "digest").read_text(), log) as container:
+        assert container.process.wait(60) == 2
+    assert "mount one" in log.read_text()
+
+
+def test_root_of_the_image_holds_no_secret_of_the_build(pulled: Path) -> None:
+    root = pulled / "root"
+    assert not list(root.glob("opt/sparkinfer/lib/bin"))
+    assert not (root / "etc" / "hostname").exists()
+    assert not (root / "etc" / "machine-id").exists()
+    assert not list(root.rglob("direct_url.json"))
+    names = [path for path in root.rglob("*.key")]
+    assert names == []
+
+
+def test_second_build_elsewhere_has_the_same_digest(
+    image: Path, caches: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main(["rebuild-check", str(image), "--scratch", str(tmp_path / "some other place"), *caches])
+    assert code == 0, capsys.readouterr().out
