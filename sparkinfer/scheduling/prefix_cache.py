@@ -299,14 +299,20 @@ class PrefixCache:
     def _prune(self, node: PrefixNode) -> None:
         """Remove an unreferenced node, and those before it, as far as they lead to no snapshot."""
         current: PrefixNode | None = node
+        freed: list[int] = []
         while current is not None and current.refs == 0:
             if current.children or current.snapshot >= 0:
                 self._device_heap.push(current)
                 self._host_heap.push(current)
-                return
-            parent = current.parent
-            self._remove(current)
-            current = parent
+                break
+            if current.block >= 0:
+                freed.append(current.block)
+            if current.host_block >= 0:
+                self.host.release(current.host_block)
+            self.index.remove(current)
+            current = current.parent
+        self.num_evictable -= len(freed)
+        self.blocks.release(freed)
 
     def _remove_subtree(self, top: PrefixNode) -> None:
         """Remove an unreferenced node with all below it, then what leads nowhere above it."""

@@ -138,10 +138,13 @@ class PrefixIndex:
         """Take out a node without children. Raises ValueError when it has some."""
         if node.children:
             raise ValueError("a node with children cannot be removed")
-        self.set_block(node, -1)
         del self._nodes[node.hash]
-        if node.parent is not None:
-            node.parent.children.remove(node)
+        parent = node.parent
+        if parent is not None:
+            parent.children.remove(node)
+            if node.block >= 0:
+                parent.device_children -= 1
+        node.block = -1
         self.version += 1
 
     def holds(self, node: PrefixNode) -> bool:
