@@ -7,6 +7,7 @@ import lzma
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def test_seed_changes_weights_only(tmp_path: Path) -> None:
     assert read(0, "config.json") == read(1, "config.json")
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small matrices on a busy machine: threads that wait for each other cost more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_loads_in_transformers_and_answers_vary(checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
