@@ -159,10 +159,13 @@ class GenerationResponse:
     async def _run(self, submission: Submission, send: Send) -> None:
         job, deltas = self._job, self._deltas
         while self._open:
-            touched = dict.fromkeys(self._take(event, submission) for event in await submission.events())
+            touched = [rid for event in await submission.events() if (rid := self._take(event, submission)) is not None]
             if not job.stream:
                 continue
-            body = b"".join([self._chunk(rid, deltas[rid]) for rid in touched if rid is not None])
+            if len(touched) == 1:
+                body = self._chunk(touched[0], deltas[touched[0]])
+            else:
+                body = b"".join([self._chunk(rid, deltas[rid]) for rid in dict.fromkeys(touched)])
             if not self._open:
                 body += (job.format.usage_event(job.usage()) if job.include_usage else b"") + DONE
             if not self._started:
