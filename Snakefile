@@ -48,6 +48,7 @@ onstart:
 
 onsuccess:
     finish()
+    require_targets()
 
 
 onerror:

@@ -3,10 +3,7 @@
 
 rule arrivals:
     input:
-        server=ancient(server_inputs),
-        prompts=ancient("results/{run}/prompts/{model}/b{block}/{cell}.jsonl"),
-        info=ancient("results/{run}/run.json"),
-        checks=ancient(checks_before_servers),
+        ancient(cell_inputs),
     output:
         result="results/{run}/b{block}/{engine}/{model}/{cell}/r{rep}/result.json",
     log:

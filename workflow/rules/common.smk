@@ -15,8 +15,9 @@ sys.path[:0] = [
     str(ROOT / folder) for folder in (".", "eval", "kernels", "workflow/scripts")
 ]
 
-from make_env import LOCKS
+from make_env import CannotBuild, digest_of
 from sparkinfer.errors import SparkinferError
+from sparkinfer.identity import json_digest, short
 from sparkinfer_eval.lease.process import descendants
 from sparkinfer_eval.plan.config import for_target, load_config
 from sparkinfer_eval.plan.engines import command
@@ -42,7 +43,7 @@ def load_plans():
             target: make_plan(ROOT, target, for_target(settings, target), image)
             for target in TARGETS
         }
-    except SparkinferError as error:
+    except (SparkinferError, CannotBuild) as error:
         raise WorkflowError(str(error)) from error
     if IS_MAIN:
         logger.info(f"profile {settings['profile']} ({why})")
@@ -108,13 +109,10 @@ def model_manifest(wildcards):
 
 
 def environment_record(name):
-    """The file that says that an environment is complete."""
-    return f"results/environments/{PLAN_OF['release'].device}/{name}.json"
-
-
-def environment_locks(wildcards):
-    """The hashed locks that an environment is made from."""
-    return [f"workflow/envs/{lock}" for lock in LOCKS[wildcards.name, wildcards.device]]
+    """The file that says that an environment is complete; its name holds the digest of the locks."""
+    device = PLAN_OF["release"].device
+    digest = short(json_digest(digest_of(name, device)))
+    return f"results/environments/{device}/{name}-{digest}.json"
 
 
 def environment_python(name):
@@ -139,6 +137,28 @@ def engine_source(name):
     if chosen.engine.source["kind"] == "lock":
         return None
     return f"results/engines/{name}-{chosen.digest.removeprefix('sha256:')[:12]}"
+
+
+def cell_inputs(wildcards):
+    """What must exist before a cell can be measured: environments, model, engine source, prompts, run.json, checks.
+
+    Of a cell that is measured already only what is still there counts: a file that has gone missing since, or has to be
+    made for another cell, is no reason to measure it again.
+    """
+    folder = f"results/{wildcards.run}"
+    cell = f"{folder}/b{wildcards.block}/{wildcards.engine}/{wildcards.model}/{wildcards.cell}/r{wildcards.rep}"
+    files = [
+        *server_inputs(wildcards),
+        f"{folder}/prompts/{wildcards.model}/b{wildcards.block}/{wildcards.cell}.jsonl",
+        f"{folder}/run.json",
+        # Checks need the device without a server on it, so they come first.
+        *plan_of(wildcards).checks(),
+    ]
+    return (
+        [file for file in files if Path(file).exists()]
+        if Path(f"{cell}/result.json").exists()
+        else files
+    )
 
 
 def server_inputs(wildcards):
@@ -188,11 +208,6 @@ def server_options(wildcards):
     return [
         item for name, value in options.items() for item in (f"--{name}", str(value))
     ]
-
-
-def checks_before_servers(wildcards):
-    """Checks need the device without a server on it, so they come first."""
-    return plan_of(wildcards).checks()
 
 
 def cell_options(wildcards):
@@ -317,7 +332,7 @@ def begin():
 
 
 def finish():
-    """At the workflow's end: stop the server that is held, and name what failed."""
+    """At the workflow's end: stop the server that is held."""
     if Path(PYTHON).exists():
         subprocess.run(
             [
@@ -328,4 +343,24 @@ def finish():
                 "results/.server",
             ],
             check=False,
+        )
+
+
+def require_targets():
+    """Raise WorkflowError when a target that was asked for is not there although no job failed.
+
+    Snakemake can drop a target while it repeats a job that an earlier invocation was killed in; once that job is done
+    the next invocation goes on.
+    """
+    asked = {str(target) for target in workflow.dag_settings.targets} or {"release"}
+    missing = [
+        file
+        for name in TARGETS
+        if name in asked
+        for file in target_files(name)
+        if not Path(file).exists()
+    ]
+    if missing and not (workflow.dag_settings.until or workflow.dag_settings.omit_from):
+        raise WorkflowError(
+            f"{missing[0]} is not made yet: an interrupted job has been repeated; start again to go on"
         )

@@ -1,23 +1,23 @@
 # Virtual environments from hashed locks, and the source that an engine's server runs from.
+# The name of a record holds the digest of the locks: no rule above a measurement has an input that could become newer.
 
 
 rule environment:
-    input:
-        environment_locks,
     output:
-        record="results/environments/{device}/{name}.json",
+        record="results/environments/{device}/{name}-{digest}.json",
     log:
-        "results/logs/environments/{device}-{name}.log",
+        "results/logs/environments/{device}-{name}-{digest}.log",
     benchmark:
-        "results/benchmarks/environments/{device}-{name}.tsv"
+        "results/benchmarks/environments/{device}-{name}-{digest}.tsv"
     wildcard_constraints:
         name=any_of(ENVIRONMENTS),
         device=any_of({plan.device for plan in PLANS.values()}),
+        digest="[0-9a-f]{8}",
     priority: 1000
     conda:
         "../envs/snakemake.yaml"
     shell:
-        "( python3 workflow/scripts/make_env.py {wildcards.name} --device {wildcards.device} --record {output.record} )"
+        "python3 workflow/scripts/make_env.py {wildcards.name} --device {wildcards.device} --record {output.record}"
         " 2>&1 | tee {log}"
 
 

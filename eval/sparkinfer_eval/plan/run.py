@@ -20,6 +20,10 @@ from sparkinfer_eval.cells import Cell, cell_digest, load_cells, longest_request
 from sparkinfer_eval.plan import identity
 from sparkinfer_eval.plan.engines import Engine, load_engine
 
+LOCKS_OF = {
+    "cpu": ("torch-cpu.txt", "engine.txt", "aiperf.txt"),
+    "cuda": ("torch-cuda.txt", "engine.txt", "aiperf.txt"),
+}
 LOCK_OF = {"cpu": "vllm.txt", "cuda": "vllm-cuda.txt"}
 
 
@@ -197,6 +201,9 @@ def make_plan(root: Path, target: str, settings: dict[str, Any], image_digest: s
         "cells": {name: cell_digest(cell) for name, cell in cells.items()},
         "design": [settings["blocks"], settings["reps"], settings["order_seed"], settings.get("prompt_seed", 1)],
         "checks": settings["checks"],
+        "locks": {
+            name: identity.file_digest(root / "workflow" / "envs" / name) for name in LOCKS_OF[settings["device"]]
+        },
         "environment": engine_environment(os.environ),
     }
     resolved = {**settings, "resolved_scale": resolve_scale(document, settings["scale"], overrides)}
