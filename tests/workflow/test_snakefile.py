@@ -76,3 +76,29 @@ def test_missing_model_stops_before_any_server(snakemake: Run) -> None:
     done = snakemake("smoke", "--until", "model", "--config", f"models=[{model}]", "checks=[]", timeout_s=180)
     assert done.returncode != 0
     assert "nowhere/at-all does not exist: put the checkpoint there" in done.stdout
+
+
+def test_finished_cells_stay_finished_whatever_is_made_anew(checkout: Path, snakemake: Run) -> None:
+    """Environment records present, renewed or gone: a measured cell is not measured again, a missing one always is."""
+    planned = snakemake("smoke", "-n", "--config", "profile=cpu").stdout
+    made = sorted(set(re.findall(r"results/\S+?/result\.json", planned)))
+    total = counts(planned)["sweep"] + counts(planned)["arrivals"]
+    assert len(made) == total > 2
+    finished = checkout / made[0]
+    finished.parent.mkdir(parents=True)
+    finished.write_text("{}")
+
+    def left() -> int:
+        jobs = counts(snakemake("smoke", "-n", "--config", "profile=cpu").stdout)
+        assert jobs["report"] == jobs["verdict"] == jobs["smoke"] == 1
+        return jobs["sweep"] + jobs["arrivals"]
+
+    assert left() == total - 1
+    records = sorted(set(re.findall(r"results/environments/\S+?\.json", planned)))
+    assert len(records) == 3
+    for record in records:
+        (checkout / record).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / record).write_text("{}")
+    assert left() == total - 1
+    (checkout / records[0]).unlink()
+    assert left() == total - 1
