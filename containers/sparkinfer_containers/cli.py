@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer_containers import attest, loopback
+from sparkinfer_containers import attest, loopback, ship
 from sparkinfer_containers.errors import DigestProblem
 from sparkinfer_containers.image import build, debs, rebuild, settings, wheels
 from sparkinfer_containers.image.run import Container, unpack_image
@@ -29,6 +29,9 @@ from sparkinfer_containers.statements import PROVENANCE, SBOM, statement
 from sparkinfer_containers.trust import credentials
 
 ROOT = Path(__file__).resolve().parents[2]
+PASSED = ("SPARKINFER_", "OMP_", "HF_", "TRANSFORMERS_", "CUDA_", "NVIDIA_")
+NOT_PASSED = ("HF_HOME", "SPARKINFER_IMAGE_DIGEST")
+"""Environment variables that `serve` hands to the engine in the image, by prefix; the launcher sets the digest."""
 
 
 def _caches(args: argparse.Namespace) -> build.Caches:
@@ -155,9 +158,38 @@ def _run(args: argparse.Namespace) -> int:
         args.unpacked, marker.read_text(encoding="ascii"), Path(args.log), environment=given, models=args.models,
         arguments=args.arguments,
     ) as container:  # fmt: skip
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: container.signal(signal.SIGTERM))
-        return container.process.wait()
+        return _forward_signals(container)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    """Like `sparkinfer serve`, but the engine is the image's: what the sweep starts to measure what ships."""
+    model = args.model.resolve()
+    passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED) and name not in NOT_PASSED}
+    arguments = ["serve", f"/models/{model.name}", *args.arguments]
+    marker = args.unpacked / "digest"
+    if not marker.is_file():
+        raise DigestProblem(f"{args.unpacked} holds no unpacked image: `unpack` or `pull` one first")
+    with Container(
+        args.unpacked, marker.read_text(encoding="ascii"), Path("/dev/stderr"), environment=passed,
+        models=model.parent, arguments=arguments,
+    ) as container:  # fmt: skip
+        return _forward_signals(container)
+
+
+def _forward_signals(container: Container) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _frame: container.signal(received))
+    return container.process.wait()
+
+
+def _ship(args: argparse.Namespace) -> int:
+    record = ship.ship(args.image, args.model, args.work, args.trusted_root)
+    text = json.dumps(record, indent=1, sort_keys=True) + "\n"
+    args.record.parent.mkdir(parents=True, exist_ok=True)
+    temporary = args.record.with_suffix(".part")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.rename(args.record)
+    return 0
 
 
 def _until_signalled() -> None:
@@ -237,6 +269,17 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     made.add_argument("--log", default="/dev/stderr")
     made.add_argument("arguments", nargs="*")
+    made = add("serve", _serve, "run `sparkinfer serve MODEL ...` from an unpacked image")
+    made.add_argument("model", type=_path)
+    unpacked = os.environ.get("ATTEST_UNPACKED_IMAGE")
+    made.add_argument("--unpacked", type=_path, default=unpacked and Path(unpacked), required=not unpacked)
+    made.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of `sparkinfer serve`")
+    made = add("ship", _ship, "push an attested image to a loopback registry, verify, pull, run and ask it")
+    made.add_argument("image", type=_path)
+    made.add_argument("--model", type=_path, required=True, help="model folder that the pulled image serves")
+    made.add_argument("--work", type=_path, required=True, help="folder for the registry and the unpacked image")
+    made.add_argument("--record", type=_path, required=True, help="JSON file with what was proved and the times")
+    made.add_argument("--trusted-root", type=_path)
     made = add("registry", _registry, "serve a docker-registry on loopback until SIGTERM")
     made.add_argument("storage", type=_path)
     made = add("instance", _instance, "serve the private sigstore instance on loopback until SIGTERM")

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from sparkinfer_containers import cli
+from sparkinfer_containers import cli, ship
 from sparkinfer_containers.image.run import Container
 from sparkinfer_containers.loopback import registry
 from sparkinfer_containers.oci.layout import Layout
@@ -102,23 +101,6 @@ def test_github_cli_verifies_the_pushed_image(pushed: tuple[str, Path], gh: str,
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_ready(container: Container, port: int, log: Path, limit_s: float = 240) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and container.process.poll() is None:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.2)
-    raise AssertionError(f"the server did not get ready:\n{log.read_text()[-3000:]}")
-
-
 @pytest.fixture(scope="module")
 def pulled(pushed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The image as a user gets it: pulled anonymously by digest and unpacked."""
@@ -139,29 +121,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_pulled_image_answers_a_chat_request(pulled: Path, model: Path, tmp_path: Path) -> None:
-    digest = (pulled / "digest").read_text()
-    port, log = free_port(), tmp_path / "log"
-    environment = {
-        "SPARKINFER_MODEL": f"/models/{model.name}",
-        "SPARKINFER_HOST": "127.0.0.1",
-        "SPARKINFER_PORT": str(port),
-    }
-    with Container(pulled, digest, log, environment=environment, models=model.parent) as container:
-        wait_until_ready(container, port, log)
-        base = f"http://127.0.0.1:{port}/v1"
-        info = httpx.get(f"{base}/info", trust_env=False).json()
-        assert info["engine_digest"] == digest
-        body: dict[str, Any] = {
-            "model": info["model"],
-            "messages": [{"role": "user", "content": "hello"}],
-            "max_completion_tokens": 4,
-        }
-        answer = httpx.post(f"{base}/chat/completions", json=body, timeout=60, trust_env=False)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["completion_tokens"] == 4
-        container.signal(signal.SIGTERM)
-        container.process.wait(60)
-        assert "signal 15" in log.read_text()
+    timings = ship.Timings()
+    info = ship.ask(pulled, model, tmp_path / "log", timings)
+    assert info["engine_digest"] == (pulled / "digest").read_text()
+    assert set(timings.seconds) == {"start the server", "answer a chat request"}
+    log = (tmp_path / "log").read_text()
+    assert "signal 15" in log, "the engine was not told to stop by the image's init"
+
+
+def test_serve_command_starts_the_engine_from_the_image(pulled: Path, model: Path, tmp_path: Path) -> None:
+    """The form that the sweep uses: the launcher passes SIGTERM on and ends when the engine has."""
+    port = ship.free_port()
+    command = [sys.executable, "-m", "sparkinfer_containers", "serve", "--unpacked", str(pulled), str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "4"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "containers")])}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        deadline = time.monotonic() + 240
+        info: dict[str, Any] = {}
+        while not info and time.monotonic() < deadline and process.poll() is None:
+            try:
+                info = httpx.get(f"http://127.0.0.1:{port}/v1/info", trust_env=False).json()
+            except httpx.TransportError:
+                time.sleep(0.2)
+        assert info.get("engine_digest") == (pulled / "digest").read_text(), (tmp_path / "log").read_text()[-2000:]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_image_without_a_model_says_what_to_do(pulled: Path, tmp_path: Path) -> None:

@@ -80,7 +80,12 @@ class Container:
         try:
             with log.open("ab") as handle:
                 self.process = subprocess.Popen(
-                    listed, stdout=handle, stderr=handle, stdin=subprocess.DEVNULL, pass_fds=[status_write]
+                    listed,
+                    stdout=handle,
+                    stderr=handle,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[status_write],
+                    start_new_session=True,  # a signal to our group reaches init through us, in its own time
                 )
         finally:
             os.close(status_write)

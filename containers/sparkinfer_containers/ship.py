@@ -1,0 +1,138 @@
+"""The end of a release on one machine: attested image pushed, fetched back, verified, run, and asked a question.
+
+The registry is Debian's docker-registry on loopback. Every step is timed; the record holds the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sparkinfer.errors import EnvironmentProblem
+from sparkinfer_containers import loopback
+from sparkinfer_containers.image.run import Container, unpack_image
+from sparkinfer_containers.oci.layout import Layout
+from sparkinfer_containers.oci.registry import Reference, Registry
+from sparkinfer_containers.trust import trust_root
+from sparkinfer_containers.verify.bundle import BundleVerifier, ExpectedSigner
+from sparkinfer_containers.verify.image import verify_image
+from sparkinfer_containers.verify.outcome import Outcome
+
+READY_S = 300
+QUESTION = "Name a colour."
+
+
+@dataclass
+class Timings:
+    """Seconds by step, in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Time a block and print it."""
+        start = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - start, 3)
+        print(f"{name}: {self.seconds[name]:.1f} s", flush=True)
+
+
+def push(layout: Layout, reference: Reference) -> str:
+    """Push the layout's image and its attestations; returns the digest."""
+    image = layout.image()
+    with Registry(reference) as registry:
+        registry.push_image(layout, image, reference.tag)
+        for item in layout.referrers(image.digest):
+            registry.push_referrer(layout, item)
+    return image.digest
+
+
+def verify(reference: Reference, digest: str, trusted_root: Path | None) -> Outcome:
+    """Verify an image in a registry as `sparkinfer-verify` does. Raises the problem that was found."""
+    trust, outcome = trust_root(trusted_root), Outcome(f"{reference.host}/{reference.name}@{digest}")
+    verifier = BundleVerifier(trust, ExpectedSigner(trust, None, None))
+    with Registry(reference, anonymous=True) as registry:
+        verify_image(registry, digest, trust, verifier, outcome)
+    return outcome
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_ready(container: Container, port: int, log: Path) -> None:
+    """Return when the server answers /health. Raises EnvironmentProblem with the end of its log when it does not."""
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline and container.process.poll() is None:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise EnvironmentProblem(f"the container's server did not get ready:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def ask(unpacked: Path, model: Path, log: Path, timings: Timings) -> dict[str, Any]:
+    """Run the unpacked image on a model folder and ask for a chat completion; returns the server's /v1/info."""
+    digest, port = (unpacked / "digest").read_text(encoding="ascii"), free_port()
+    environment = {
+        "SPARKINFER_MODEL": f"/models/{model.name}",
+        "SPARKINFER_HOST": "127.0.0.1",
+        "SPARKINFER_PORT": str(port),
+    }
+    base = f"http://127.0.0.1:{port}/v1"
+    with Container(unpacked, digest, log, environment=environment, models=model.parent) as container:
+        with timings.step("start the server"):
+            wait_until_ready(container, port, log)
+        info: dict[str, Any] = httpx.get(f"{base}/info", trust_env=False).json()
+        if info["engine_digest"] != digest:
+            raise EnvironmentProblem(f"the server says it is {info['engine_digest']}, not {digest}")
+        body = {"model": info["model"], "messages": [{"role": "user", "content": QUESTION}], "max_completion_tokens": 8}
+        with timings.step("answer a chat request"):
+            answer = httpx.post(f"{base}/chat/completions", json=body, timeout=120, trust_env=False)
+        if answer.status_code != 200 or not answer.json()["usage"]["completion_tokens"]:
+            raise EnvironmentProblem(f"the container's server answered {answer.status_code}: {answer.text[:500]}")
+    return info
+
+
+def ship(image: Path, model: Path, work: Path, trusted_root: Path | None = None) -> dict[str, Any]:
+    """Push, verify, pull, run and ask. Returns the record; raises the first problem.
+
+    `image` is a folder that `build` made and `attest` signed; `work` holds the registry and the unpacked image.
+    """
+    record: dict[str, Any] = json.loads((image / "image.json").read_text(encoding="utf-8"))
+    layout, timings = Layout(image / "layout"), Timings()
+    work.mkdir(parents=True, exist_ok=True)
+    with loopback.registry(work / "registry") as host:
+        reference = Reference.parse(f"{host}/{record['name']}:{record['reference'].rsplit(':', 1)[1]}")
+        with timings.step("push"):
+            digest = push(layout, reference)
+        with timings.step("verify"):
+            outcome = verify(reference, digest, trusted_root)
+        print(outcome.to_text(), flush=True)
+        with timings.step("pull and unpack"), Registry(reference, anonymous=True) as registry:
+            unpack_image(registry, digest, work / "unpacked")
+    info = ask(work / "unpacked", model, work / "server.log", timings)
+    return {
+        "schema": "sparkinfer/shipped/v1",
+        "digest": digest,
+        "reference": record["reference"],
+        "level": outcome.level,
+        "proved": outcome.proved,
+        "not_proved": outcome.not_proved,
+        "model_digest": info["model_digest"],
+        "unpacked_bytes": record["unpacked_bytes"],
+        "layers": record["layers"],
+        "seconds": timings.seconds,
+    }
