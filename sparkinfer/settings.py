@@ -157,6 +157,13 @@ class Settings:
         where="server",
         auto="the model folder's name",
     )
+    step_trace: str | None = _setting(
+        None,
+        "File that gets one JSON line for each step: what the pass held and how long it took (docs/simulator.md). A "
+        "file that exists is continued.",
+        where="engine process",
+        auto="none is written",
+    )
     log_level: str = _setting(
         "info",
         "How much the server and the engine write to standard error.",

@@ -11,9 +11,10 @@ from typing import Any
 import psutil
 import torch
 
-from sparkinfer.engine.core import EngineCore
+from sparkinfer.engine.core import EngineCore, Runner
 from sparkinfer.engine.ipc import EngineOptions
 from sparkinfer.engine.process import Engine
+from sparkinfer.engine.step_trace import StepTrace, traced
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.models.config import ModelConfig, load_config
 from sparkinfer.runner.memory import MIB, MemoryPlan
@@ -224,4 +225,8 @@ def build_engine(options: EngineOptions) -> Engine:
             "plan": runner.memory.describe(),
         },
     }
-    return Engine(EngineCore(runner, schedule), frozenset(config.eos_token_ids), info)
+    driven: Runner = runner
+    if settings.step_trace is not None:
+        about = {"device": str(runner.device), "dtype": runner.dtype_name, "threads": threads}
+        driven = traced(runner, StepTrace(Path(settings.step_trace), schedule, about), schedule)
+    return Engine(EngineCore(driven, schedule), frozenset(config.eos_token_ids), info)

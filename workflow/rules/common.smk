@@ -260,6 +260,7 @@ def declaration(wildcards):
         "model": model_folder(model),
         "dtype": model.dtype,
         "cache": "results/cache",
+        "step_trace": "STEPS",
     }
     values |= {"max_model_len": str(model.max_model_len), "source": "SOURCE"}
     engines = []

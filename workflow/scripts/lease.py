@@ -90,6 +90,7 @@ def wanted(args: argparse.Namespace) -> client.Wanted:
         log=args.log.absolute(),
         port=args.port,
         expected_digest=args.engine_digest,
+        step_trace=None if args.facts is None else args.facts.absolute().with_suffix(".steps.jsonl"),
     )
 
 

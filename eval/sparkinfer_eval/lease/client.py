@@ -66,6 +66,7 @@ class Wanted:
     log: Path
     port: int | None = None
     expected_digest: str | None = None
+    step_trace: Path | None = None
     environ: dict[str, str] = dataclasses.field(default_factory=lambda: server_environment(os.environ))
 
     def values(self, port: int) -> dict[str, str]:
@@ -80,6 +81,7 @@ class Wanted:
             "max_model_len": str(self.max_model_len),
             "seed": str(self.seed),
             "cache": str(self.cache),
+            "step_trace": "" if self.step_trace is None else str(self.step_trace),
             "source": os.pathsep.join(str(self.source / part) for part in (".", "kernels", "eval", "containers")),
         }
 
@@ -170,6 +172,8 @@ def _start_watchdog(folder: Path, wanted: Wanted, port: int, owner: ProcessId) -
     argv, env = command(wanted.engine, wanted.device, wanted.values(port), wanted.environ)
     wanted.log.parent.mkdir(parents=True, exist_ok=True)
     wanted.cache.mkdir(parents=True, exist_ok=True)
+    if wanted.step_trace is not None:
+        wanted.step_trace.parent.mkdir(parents=True, exist_ok=True)
     spec = ServerSpec(
         key=wanted.key(),
         engine=wanted.engine.name,
