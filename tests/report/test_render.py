@@ -192,6 +192,22 @@ def test_failed_and_missing_checks_are_named(raw_run, render):
     assert "`pack_ckpt_check` on spark-tiny-dense: FAILED" in (report / "RELEASE_NOTE.md").read_text()
 
 
+@pytest.mark.parametrize("bad", [(), (3, 17)])
+def test_a_long_check_shows_its_failed_rows_or_the_nearest_to_the_limit(raw_run, render, bad):
+    raw = raw_run()
+    path = raw.folder / "checks" / "pack_ckpt_check-spark-tiny-dense.json"
+    data = json.loads(path.read_text())
+    data["rows"] = [{"name": f"layer {i}", "value": i / 1000, "limit": 0.05, "ok": i not in bad} for i in range(40)]
+    data["ok"] = not bad
+    path.write_text(json.dumps(data))
+    report = render(raw)
+    text = (report / "CHANGELOG.md").read_text()
+    shown = re.findall(r"\| (layer \d+) \|", text)
+    assert shown == ([f"layer {i}" for i in bad] or ["layer 39"])
+    assert "all rows (40)" in text
+    assert len(json.loads((report / "report.json").read_text())["checks"][0]["output"]["rows"]) == 40
+
+
 def test_several_blocks_and_reps_are_pooled(raw_run, render):
     raw = raw_run(blocks=2, reps=2, cells=["chat-c16"], counts={"chat-c16": 20})
     report = render(raw)

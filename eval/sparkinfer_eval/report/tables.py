@@ -13,6 +13,8 @@ from sparkinfer_eval.report.text import MARK, cell_name, is_arrivals, number, pl
 PREVIOUS = "previous"
 PERCENTILES = ("p50", "p90", "p99")
 ARROW = " → "
+MOST_CHECK_ROWS = 12
+"""A check with more rows is shortened in the tables; report.json has them all."""
 
 
 def closed_cells(figures: Figures, model: str) -> list[str]:
@@ -183,15 +185,28 @@ def _verdict(ok: object) -> str:
     return "not applicable"
 
 
+def shown_rows(rows: list[dict]) -> list[dict]:
+    """All rows of a short check; of a long one those that are not ok, else the one nearest to its limit."""
+    if len(rows) <= MOST_CHECK_ROWS:
+        return rows
+    failed = [row for row in rows if row.get("ok") is not True]
+
+    def share(row: dict) -> float:
+        value, limit = row.get("value"), row.get("limit")
+        return abs(value) / limit if isinstance(value, int | float) and isinstance(limit, int | float) and limit else 0
+
+    return failed or [max(rows, key=share)]
+
+
 def checks_table(figures: Figures) -> Table:
-    """Every row of every check program on every model, with its limit; missing outputs are rows too."""
+    """The rows of every check program on every model, with limits (`shown_rows`); missing outputs are rows too."""
     table = Table(["check", "model", "row", "value", "limit", "ok"])
     for output in figures.run.checks:
         label = figures.model_label(output.model)
         if output.data is None:
             table.rows.append([output.check, label, "no output", "–", "–", "missing"])
             continue
-        for row in output.data["rows"]:
+        for row in shown_rows(output.data["rows"]):
             table.rows.append(
                 [
                     output.check,
@@ -202,5 +217,6 @@ def checks_table(figures: Figures) -> Table:
                     _verdict(row.get("ok")),
                 ]
             )
-        table.rows.append([output.check, label, "all rows", "–", "–", _verdict(output.ok)])
+        total = f"all rows ({len(output.data['rows'])})"
+        table.rows.append([output.check, label, total, "–", "–", _verdict(output.ok)])
     return table
