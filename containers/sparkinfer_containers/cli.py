@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer_containers import attest, loopback, ship
 from sparkinfer_containers.errors import DigestProblem
 from sparkinfer_containers.image import build, debs, rebuild, settings, wheels
-from sparkinfer_containers.image.run import Container, unpack_image
+from sparkinfer_containers.image.run import SHARED, Container, unpack_image
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.registry import Reference, Registry
 from sparkinfer_containers.private import instance
@@ -145,17 +146,27 @@ def _unpack(args: argparse.Namespace) -> int:
     layout = Layout(args.image / "layout" if (args.image / "layout").is_dir() else args.image)
     digest = layout.image().digest
     unpack_image(layout, digest, args.output)
-    print(f"{digest} unpacked in {args.output}")
+    if args.exports:
+        record = json.loads((args.image / "image.json").read_text(encoding="utf-8"))
+        values = {"SPARKINFER_IMAGE_DIGEST": digest, "ATTEST_IMAGE_REFERENCE": record["reference"]}
+        values["ATTEST_UNPACKED_IMAGE"] = str(args.output.absolute())
+        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in values.items()))
+    else:
+        print(f"{digest} unpacked in {args.output}")
     return 0
 
 
-def _run(args: argparse.Namespace) -> int:
-    marker = args.unpacked / "digest"
+def _digest(unpacked: Path) -> str:
+    marker = unpacked / "digest"
     if not marker.is_file():
-        raise DigestProblem(f"{args.unpacked} holds no unpacked image: `pull` or `unpack` one first")
+        raise DigestProblem(f"{unpacked} holds no unpacked image: `unpack` or `pull` one first")
+    return marker.read_text(encoding="ascii")
+
+
+def _run(args: argparse.Namespace) -> int:
     given = dict(item.split("=", 1) for item in args.env)
     with Container(
-        args.unpacked, marker.read_text(encoding="ascii"), Path(args.log), environment=given, models=args.models,
+        args.unpacked, _digest(args.unpacked), Path(args.log), environment=given, models=args.models,
         arguments=args.arguments,
     ) as container:  # fmt: skip
         return _forward_signals(container)
@@ -166,12 +177,13 @@ def _serve(args: argparse.Namespace) -> int:
     model = args.model.resolve()
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED) and name not in NOT_PASSED}
     arguments = ["serve", f"/models/{model.name}", *args.arguments]
-    marker = args.unpacked / "digest"
-    if not marker.is_file():
-        raise DigestProblem(f"{args.unpacked} holds no unpacked image: `unpack` or `pull` one first")
+    trace, writable = passed.get("SPARKINFER_STEP_TRACE"), None
+    if trace:
+        writable = Path(trace).resolve().parent
+        passed["SPARKINFER_STEP_TRACE"] = f"{SHARED}/{Path(trace).name}"
     with Container(
-        args.unpacked, marker.read_text(encoding="ascii"), Path("/dev/stderr"), environment=passed,
-        models=model.parent, arguments=arguments,
+        args.unpacked, _digest(args.unpacked), Path("/dev/stderr"), environment=passed, models=model.parent,
+        writable=writable, arguments=arguments,
     ) as container:  # fmt: skip
         return _forward_signals(container)
 
@@ -263,6 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     made = add("unpack", _unpack, "unpack an image for `run`")
     made.add_argument("image", type=_path)
     made.add_argument("output", type=_path)
+    made.add_argument("--exports", action="store_true", help="print shell exports for a sweep that measures this image")
     made = add("run", _run, "run an unpacked image under bubblewrap")
     made.add_argument("unpacked", type=_path)
     made.add_argument("--models", type=_path, help="folder shown read-only at /models")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
@@ -19,6 +21,20 @@ sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
 from sparkinfer_eval.plan.identity import read_manifest  # noqa: E402
 
 from sparkinfer.errors import ConfigError, SparkinferError  # noqa: E402
+
+
+def container() -> dict[str, Any] | None:
+    """The image that the run's engine was started from, None when it ran from source."""
+    digest = os.environ.get("SPARKINFER_IMAGE_DIGEST")
+    if not digest:
+        return None
+    reference = os.environ.get("ATTEST_IMAGE_REFERENCE")
+    if not reference:
+        raise ConfigError(
+            "SPARKINFER_IMAGE_DIGEST is set without ATTEST_IMAGE_REFERENCE: take both from "
+            "`python -m sparkinfer_containers unpack IMAGE FOLDER --exports`, or unset both"
+        )
+    return {"reference": reference, "digest": digest, "measured": True}
 
 
 def main(argv: list[str]) -> int:
@@ -35,6 +51,7 @@ def main(argv: list[str]) -> int:
             if manifest["definition"] != model.pop("definition"):
                 raise ConfigError(f"{folder} is another model than this run wants: remove it and its .json")
             model["digest"] = manifest["model_digest"]
+        args.declaration.setdefault("container", container())
     except SparkinferError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

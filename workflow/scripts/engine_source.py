@@ -39,6 +39,18 @@ def copy_source(root: Path, tag: str | None, folder: Path) -> None:
         shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
 
 
+def check_image(digest: str, folder: Path) -> None:
+    """The engine runs from an unpacked image: nothing is copied, the image must be the one that the run names."""
+    unpacked = os.environ.get("ATTEST_UNPACKED_IMAGE", "")
+    marker = Path(unpacked) / "digest"
+    if not unpacked or not marker.is_file() or marker.read_text(encoding="ascii") != digest:
+        raise ConfigError(
+            f"SPARKINFER_IMAGE_DIGEST={digest}, but ATTEST_UNPACKED_IMAGE={unpacked!r} is not that image unpacked: "
+            "take both from `python -m sparkinfer_containers unpack IMAGE FOLDER --exports`, or unset both"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def main(argv: list[str]) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description="Copy an engine's source to where its server runs from.")
@@ -49,6 +61,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     temporary = args.folder.with_name(f".{args.folder.name}.{os.getpid()}.tmp")
     try:
+        if args.digest == os.environ.get("SPARKINFER_IMAGE_DIGEST"):
+            check_image(args.digest, args.folder)
+            return 0
         shutil.rmtree(temporary, ignore_errors=True)
         copy_source(args.root, args.tag, temporary)
         found = source_tree_digest(temporary)

@@ -17,6 +17,9 @@ from sparkinfer_containers.oci.layers import unpack
 from sparkinfer_containers.oci.model import CONFIG, MANIFEST_LIMIT, Descriptor, parse_object
 from sparkinfer_containers.verify.image import Source
 
+SHARED = "/tmp/shared"
+"""Where the `writable` folder of the host appears in the container."""
+
 
 def unpack_image(source: Source, digest: str, target: Path) -> dict[str, Any]:
     """Unpack an image to `target/root` and write its config to `target/config.json`; returns the config.
@@ -45,13 +48,15 @@ def command(
     *,
     environment: Mapping[str, str] | None = None,
     models: Path | None = None,
+    writable: Path | None = None,
     arguments: Sequence[str] = (),
     entrypoint: Sequence[str] | None = None,
 ) -> list[str]:
     """The bubblewrap command that runs an unpacked image as its config says.
 
     Root read-only, `/tmp` in memory, non-root user, own process space with the image's init as PID 1, the host's
-    network (loopback), and no other file of the host but the `models` folder (read-only, at /models).
+    network (loopback), and no other file of the host but the `models` folder (read-only, at /models) and the folder
+    `writable` (at SHARED), for files that the host wants back.
     `SPARKINFER_IMAGE_DIGEST` names the image to the server.
     """
     config = json.loads((unpacked / "config.json").read_text(encoding="utf-8"))["config"]
@@ -62,6 +67,8 @@ def command(
     made += ["--clearenv", "--chdir", config["WorkingDir"]]
     if models is not None:
         made += ["--ro-bind", str(models.resolve()), "/models"]
+    if writable is not None:
+        made += ["--bind", str(writable.resolve()), SHARED]
     variables = dict(item.split("=", 1) for item in config["Env"])
     variables |= {"SPARKINFER_IMAGE_DIGEST": digest, **(environment or {})}
     for name, value in variables.items():
