@@ -29,30 +29,31 @@ def causal_conv1d_varlen(
         saves: (r, n, destination [W-1, C]): the window of sequence r after its first n tokens is copied there.
 
     Returns:
-        [T, C] in the dtype of `x`.
+        [T, C] fp32.
     """
     back = weight.shape[0] - 1
     pieces: list[torch.Tensor] = []
     for window, part in zip(windows, x.split(list(lengths)), strict=True):
         pieces += (window, part)
     padded = torch.cat(pieces)
+    wide = padded.float()
     total = padded.shape[0] - back
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     starts = []
     position = 0
     for length in lengths:
         starts.append(position)
         position += length + back
-    y = padded[:total].float() * weight[0] if x.dtype != torch.float32 else padded[:total] * weight[0]
+    y = wide[:total] * weight[0]
     for tap in range(1, back + 1):
-        y.addcmul_(padded[tap : tap + total], weight[tap])
+        y.addcmul_(wide[tap : tap + total], weight[tap])
     F.silu(y, inplace=True)
-    torch.cat([y[start : start + length] for start, length in zip(starts, lengths, strict=True)], out=out)
     for row, count, destination in saves:
         destination.copy_(padded[starts[row] + count : starts[row] + count + back], non_blocking=True)
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         windows[row].copy_(padded[start + length : start + length + back])
-    return out
+    if len(starts) == 1:
+        return y
+    return torch.cat([y[start : start + length] for start, length in zip(starts, lengths, strict=True)])
 
 
 def causal_conv1d_update(
@@ -67,11 +68,11 @@ def causal_conv1d_update(
         runs: (row, slot, count): rows row.. live in slots slot.., `count` of them; together all n rows, in order.
 
     Returns:
-        [n, C] in the dtype of `x`.
+        [n, C] fp32.
     """
     windows = [pool[slot : slot + count] for _, slot, count in runs]
     history = torch.cat((windows[0] if len(runs) == 1 else torch.cat(windows), x.unsqueeze(1)), dim=1)
-    y = (history * weight).sum(dim=1)
+    y = (history.float() * weight).sum(dim=1)
     for row, slot, count in runs:
         pool[slot : slot + count].copy_(history[row : row + count, 1:])
-    return F.silu(y, inplace=True).to(x.dtype)
+    return F.silu(y, inplace=True)

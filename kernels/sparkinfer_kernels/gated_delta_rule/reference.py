@@ -162,22 +162,19 @@ def chunk_gated_delta_rule(
     """
     hk, dk = qk.shape[1] // 2, qk.shape[2]
     hv, dv = v.shape[1:]
-    group = hv // hk
     n = layout.gather.shape[0] // CHUNK
-    qk_c = qk.index_select(0, layout.gather).view(n, CHUNK, 2, hk, dk).permute(2, 0, 3, 1, 4).contiguous()
+    rows = layout.gather.view(n, 1, CHUNK)
+    heads = torch.arange(max(hv, 2 * hk), device=v.device).view(1, -1, 1)
+    qk_c = qk.view(-1, dk).index_select(0, (rows * (2 * hk) + heads[:, : 2 * hk]).view(-1)).view(n, 2, hk, CHUNK, dk)
+    v_c = v[rows, heads[:, :hv]].float()
     gates = torch.cat((g, beta), dim=1).index_select(0, layout.gather)
     if layout.padding is not None:
         gates.masked_fill_(layout.padding, 0.0)
     cum, beta_c = gates.view(n, CHUNK, 2 * hv).transpose(1, 2).contiguous().split(hv, dim=1)
     cum = cum.cumsum(dim=-1)
-    u, w, q_decayed, k_decayed, attention = _within_chunks(
-        qk_c, v.index_select(0, layout.gather).view(n, CHUNK, hv, dv), cum, beta_c, group
-    )
+    u, reads, k_decayed, attention = _within_chunks(qk_c, v_c, cum, beta_c)
     last = cum[..., -1:].exp().view(n * hv, 1, 1)
-    # Rows of w and q meet the state in one product.
-    reads = torch.cat((w, q_decayed), dim=2).view(n * hv, 2 * CHUNK, dk)
-    u = u.reshape(n * hv, CHUNK, dv)
-    k_t = k_decayed.view(n * hv, CHUNK, dk).transpose(1, 2)
+    k_t = k_decayed.transpose(1, 2)
     out = torch.empty(n * hv, CHUNK, dv, dtype=torch.float32, device=v.device)
     flat = state.view(-1, dk, dv)
     for number, (lo, hi) in enumerate(layout.steps):
@@ -189,44 +186,46 @@ def chunk_gated_delta_rule(
         current.mul_(last[lo:hi]).baddbmm_(k_t[lo:hi], values)
         for row, save in layout.saves[number]:
             save_to[save].copy_(state[row], non_blocking=True)
-    out.baddbmm_(attention.view(n * hv, CHUNK, CHUNK), u)
-    packed = out.view(n, hv, CHUNK, dv).transpose(1, 2).reshape(n * CHUNK, hv, dv)
-    return packed.index_select(0, layout.scatter)
+    out.baddbmm_(attention, u)
+    chunk, lane = layout.scatter // CHUNK, layout.scatter % CHUNK
+    back = (chunk * (hv * CHUNK) + lane).unsqueeze(1) + heads.view(1, -1)[:, :hv] * CHUNK
+    return out.view(-1, dv).index_select(0, back.view(-1)).view(-1, hv, dv)
 
 
 def _within_chunks(
-    qk: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, beta: torch.Tensor, group: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Everything that needs no state: u, w of the UT transform, decayed queries and keys, the inner attention.
+    qk: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Everything that needs no state: the UT transform's u and w, decayed queries and keys, the inner attention.
 
     Args:
-        qk: [2, N, Hk, CHUNK, K]; v: [N, CHUNK, Hv, V]; cum, beta: [N, Hv, CHUNK], cum the running sum of g.
+        qk: [N, 2, Hk, CHUNK, K]; v: [N, Hv, CHUNK, V]; cum, beta: [N, Hv, CHUNK], cum the running sum of g.
 
     Returns:
-        u [N, Hv, CHUNK, V], w, q_decayed, k_decayed [N, Hv, CHUNK, K], attention [N, Hv, CHUNK, CHUNK].
+        With B = N * Hv: u [B, CHUNK, V]; w and the decayed queries, which both meet the state, [B, 2 * CHUNK, K];
+        decayed keys [B, CHUNK, K]; attention [B, CHUNK, CHUNK].
     """
-    _, n, hk, _, dk = qk.shape
-    hv, dv = v.shape[2:]
-    q, k = qk
-    decay = (cum.unsqueeze(-1) - cum.unsqueeze(-2)).tril_().exp_().tril_()
-    products = torch.matmul(qk, k.transpose(-1, -2))
-
-    def per_value_head(x: torch.Tensor) -> torch.Tensor:
-        return x.unsqueeze(2).expand(n, hk, group, *x.shape[2:])
-
+    n, _, hk, _, dk = qk.shape
+    hv, dv = v.shape[1], v.shape[3]
+    group, batch = hv // hk, n * hv
     shape = (n, hk, group, CHUNK)
-    decay_g = decay.view(*shape, CHUNK)
-    attention = per_value_head(products[0]) * decay_g
-    system = (per_value_head(products[1]) * decay_g).mul_(beta.reshape(*shape, 1))
-    grow = cum.exp()
-    right = torch.empty(n, hv, CHUNK, dv + dk, dtype=torch.float32, device=v.device)
-    torch.mul(v.transpose(1, 2), beta.unsqueeze(-1), out=right[..., :dv])
-    torch.mul(per_value_head(k), (beta * grow).view(*shape, 1), out=right[..., dv:].view(*shape, dk))
-    solved = torch.linalg.solve_triangular(system.view(n, hv, CHUNK, CHUNK), right, upper=False, unitriangular=True)
-    u, w = solved.split((dv, dk), dim=-1)
-    q_decayed = (per_value_head(q) * grow.view(*shape, 1)).view(n, hv, CHUNK, dk)
-    k_decayed = (per_value_head(k) * (cum[..., -1:] - cum).exp_().view(*shape, 1)).view(n, hv, CHUNK, dk)
-    return u, w, q_decayed, k_decayed, attention.view(n, hv, CHUNK, CHUNK)
+    q, k = qk.unbind(1)
+    products = torch.matmul(qk, k.unsqueeze(1).transpose(-1, -2)).unsqueeze(3)
+    decay = (cum.unsqueeze(-1) - cum.unsqueeze(-2)).tril_().exp_().tril_().view(*shape, CHUNK)
+    attention = (products[:, 0] * decay).view(batch, CHUNK, CHUNK)
+    system = (products[:, 1] * decay).mul_(beta.reshape(*shape, 1)).view(batch, CHUNK, CHUNK)
+    # The inverse of I + (strictly lower part of the system); its columns then take beta, and for w the decay.
+    inverse = torch.eye(CHUNK, dtype=torch.float32, device=v.device).expand(batch, CHUNK, CHUNK).contiguous()
+    torch.linalg.solve_triangular(system, inverse, upper=False, unitriangular=True, out=inverse)
+    inverse.mul_(beta.reshape(batch, 1, CHUNK))
+    u = torch.bmm(inverse, v.view(batch, CHUNK, dv))
+    grow = cum.exp().contiguous()
+    inverse.mul_(grow.view(batch, 1, CHUNK))
+    reads = torch.empty(batch, 2, CHUNK, dk, dtype=torch.float32, device=v.device)
+    w = torch.bmm(inverse.view(n * hk, group * CHUNK, CHUNK), k.reshape(n * hk, CHUNK, dk))
+    reads[:, 0] = w.view(batch, CHUNK, dk)
+    torch.mul(q.unsqueeze(2), grow.view(*shape, 1), out=reads.view(n, hk, group, 2, CHUNK, dk)[:, :, :, 1])
+    k_decayed = k.unsqueeze(2) * (cum[..., -1:] - cum).exp_().view(*shape, 1)
+    return u, reads.view(batch, 2 * CHUNK, dk), k_decayed.view(batch, CHUNK, dk), attention
 
 
 def recurrent_gated_delta_rule(
