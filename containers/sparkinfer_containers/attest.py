@@ -30,15 +30,16 @@ def prompt_digests(raw_results: Path | None) -> list[dict[str, str]]:
     ]
 
 
+RAW_PARTS = ("b[0-9]*/**/*", "checks/*", "servers/*", "prompts/**/*", "failures/**/*", "run.json")
+"""What of a run's raw results is evidence: records, results, exports, checks, the ledger. Logs are not."""
+
+
 def raw_digests(raw_results: Path | None) -> dict[str, str]:
-    """sha256 of every raw file of the run (records, results, exports), by path relative to the run's folder."""
+    """sha256 of every raw file of the run, by path relative to the run's folder (empty without the folder)."""
     if raw_results is None:
         return {}
-    return {
-        path.relative_to(raw_results).as_posix(): f"sha256:{file_sha256(path)}"
-        for path in sorted(raw_results.rglob("*"))
-        if path.is_file()
-    }
+    found = {path for pattern in RAW_PARTS for path in raw_results.glob(pattern) if path.is_file()}
+    return {path.relative_to(raw_results).as_posix(): f"sha256:{file_sha256(path)}" for path in sorted(found)}
 
 
 def evaluation(report_folder: Path, raw_results: Path | None = None) -> dict[str, Any]:

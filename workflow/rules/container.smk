@@ -72,6 +72,29 @@ rule container_attested:
         "{params.run} attest {params.folder} --trust {params.trust} > {log} 2>&1 && cp {input} {output}"
 
 
+# A report is signed once, about the image it measured or the source tree, and verified at once.
+rule report_signed:
+    input:
+        "reports/{run}/report.json",
+    output:
+        "results/{run}/signed.json",
+    log:
+        "results/{run}/logs/signed.log",
+    benchmark:
+        "results/{run}/benchmarks/signed.tsv"
+    conda:
+        "../envs/engine.yaml"
+    params:
+        folder=lambda w, input: str(Path(input[0]).parent),
+        raw=lambda w, output: str(Path(output[0]).parent),
+        run=CONTAINERS,
+        trust=config.get("trust", "private"),
+    shell:
+        "{{ {params.run} sign-report {params.folder} --raw {params.raw} --trust {params.trust};"
+        " PYTHONPATH=.:containers:eval .venv/bin/python -m sparkinfer_containers.verify.cli {params.folder}"
+        " --json {output}; }} 2>&1 | tee {log}"
+
+
 # Push to a loopback registry, verify, pull, run, and ask a question.
 rule container_shipped:
     input:
@@ -97,6 +120,7 @@ rule container_shipped:
 
 localrules:
     container,
+    signed_report,
     rebuild_check,
 
 
@@ -104,6 +128,12 @@ localrules:
 rule container:
     input:
         image_file("shipped"),
+
+
+# The report of the whole evaluation, signed and verified.
+rule signed_report:
+    input:
+        f"results/{PLAN_OF['release'].run}/signed.json",
 
 
 rule rebuild_check:
