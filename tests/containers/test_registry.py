@@ -262,3 +262,66 @@ def test_registry_that_stores_another_digest(attested: Any) -> None:
 def test_push_to_a_registry_that_is_down(attested: Any) -> None:
     with Registry(Reference.parse("127.0.0.1:9/x:1")) as registry, pytest.raises(EnvironmentProblem, match="answer"):
         registry.push_image(attested.layout, attested.image)
+
+
+@contextmanager
+def api_registry(subject: str) -> Iterator[tuple[str, list[str]]]:
+    """A registry with the referrers API that has every blob; yields its address and the paths that were written."""
+    written: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.reply(200)
+
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            written.append(self.path)
+            self.reply(201, {"OCI-Subject": subject})
+
+        def reply(self, code: int, headers: dict[str, str] | None = None) -> None:
+            self.send_response(code)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_port}", written
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_attach_through_the_api_writes_no_fallback_tag(attested: Any) -> None:
+    item = next(iter(attested.layout.referrers(attested.image.digest)))
+    with api_registry(attested.image.digest) as (host, written):
+        with Registry(Reference.parse(f"{host}/sparkinfer/toy:1")) as registry:
+            assert registry.push_referrer(attested.layout, item) == "api"
+    assert written == [f"/v2/sparkinfer/toy/manifests/{item.digest}"]
+
+
+def test_login_is_not_sent_over_plain_http(attested: Any) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", 'Bearer realm="http://login.example.invalid/token",service="x"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with Registry(Reference.parse(f"127.0.0.1:{server.server_port}/x:1")) as registry:
+            with pytest.raises(EnvironmentProblem, match="not HTTPS"):
+                registry.resolve("1")
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -134,7 +134,7 @@ def project_wheel(repository: Path, epoch: int, work: Path) -> Path:
     listed = run([need("git"), "-C", str(repository), "ls-tree", "--name-only", "HEAD"]).splitlines()
     parts = [part for part in SOURCES if part in listed]
     run(["git", "-C", str(repository), "archive", f"--output={archive}", "HEAD", "--", *parts])
-    shutil.unpack_archive(archive, source, filter="data")
+    run([need("tar"), "-xf", str(archive), "-C", str(source)])
     command = [*_pip(), "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", f"--wheel-dir={output}", "."]
     run(command, cwd=source, extra={"SOURCE_DATE_EPOCH": str(epoch), "PYTHONHASHSEED": "0"})
     (made,) = output.glob("*.whl")

@@ -99,8 +99,11 @@ class Registry:
         if kind.lower() != "bearer":
             return False
         fields = dict(_CHALLENGE.findall(rest))
+        realm = httpx.URL(fields.get("realm", ""))
+        if realm.scheme != "https" and realm.host not in _LOOPBACK:
+            raise EnvironmentProblem(f"registry {self.reference.host} wants a login at {realm}, which is not HTTPS")
         query = {key: fields[key] for key in ("service", "scope") if key in fields}
-        granted = self._http.get(fields.get("realm", ""), params=query, auth=basic or httpx.USE_CLIENT_DEFAULT)
+        granted = self._http.get(realm, params=query, auth=basic or httpx.USE_CLIENT_DEFAULT)
         token = granted.json().get("token") or granted.json().get("access_token") if granted.is_success else None
         if token:
             self._http.headers["Authorization"] = f"Bearer {token}"
@@ -189,19 +192,16 @@ class Registry:
         return target
 
     def referrers(self, digest: str) -> Iterator[Descriptor]:
-        """Referrers of a manifest: by the referrers API, else (404) by the fallback tag."""
-        accept, what = INDEX, f"referrers of {digest}"
-        data = self._limited(f"{self._base}/referrers/{digest}", accept, MANIFEST_LIMIT, what)
-        if data is None:
-            tag = digest.replace(":", "-")
-            data = self._limited(f"{self._base}/manifests/{tag}", accept, MANIFEST_LIMIT, what)
-        if data is None:
-            return
-        listed = parse_object(data, what).get("manifests")
-        if not isinstance(listed, list):
-            raise DigestProblem(f"{what}: no list of manifests")
-        for item in listed:
-            yield Descriptor.from_json(item, what)
+        """Referrers of a manifest: by the referrers API; when that is absent or lists none, by the fallback tag."""
+        what = f"referrers of {digest}"
+        for path in (f"referrers/{digest}", f"manifests/{digest.replace(':', '-')}"):
+            data = self._limited(f"{self._base}/{path}", INDEX, MANIFEST_LIMIT, what)
+            listed = parse_object(data, what).get("manifests") if data is not None else []
+            if not isinstance(listed, list):
+                raise DigestProblem(f"{what}: no list of manifests")
+            if listed:
+                yield from (Descriptor.from_json(item, what) for item in listed)
+                return
 
     # Writing.
 
