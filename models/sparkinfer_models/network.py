@@ -220,7 +220,8 @@ class Network(nn.Module):
             q, k, v, beta, g, z, raw = delta_inputs(x, p, window, shape, c.eps)
             rows = []
             for t in range(time):
-                row, state = delta_rule.step(*(s[:, t].float() for s in (q, k, v)), beta[:, t], g[:, t], state)
+                q_row, k_row, v_row = (s[:, t].float() for s in (q, k, v))
+                row, state = delta_rule.step(q_row, k_row, v_row, beta[:, t], g[:, t], state)
                 rows.append(row)
             core = torch.stack(rows, 1).to(x.dtype)
         else:

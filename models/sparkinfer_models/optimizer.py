@@ -33,7 +33,7 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon over 2-D or 3-D (stacked) parameters; equal shapes are orthogonalised in one batch."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.01) -> None:
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, decay: float = 0.01) -> None:
         super().__init__(list(params), {"lr": lr, "momentum": momentum, "decay": decay})
 
     @torch.no_grad()
@@ -62,8 +62,9 @@ class Muon(torch.optim.Optimizer):
         scale = max(1.0, shape[0] / shape[1]) ** 0.5
         counts = [parameter.numel() // shape.numel() for parameter in parameters]
         updates = [u.reshape(p.shape) for u, p in zip(flat.split(counts), parameters, strict=True)]
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["decay"])
-        torch._foreach_add_(parameters, updates, alpha=-group["lr"] * scale)
+        tensors: list[Tensor] = list(parameters)
+        torch._foreach_mul_(tensors, 1 - group["lr"] * group["decay"])
+        torch._foreach_add_(tensors, updates, alpha=-group["lr"] * scale)
 
 
 _ADAM_ONLY = ("embed", "lm_head", "conv", "in_proj_a", "in_proj_b", "mlp.gate.weight", "shared_expert_gate", "codebook")
@@ -73,12 +74,13 @@ def make_optimizers(
     parameters: dict[str, Tensor], muon_lr: float, adam_lr: float, fused: bool
 ) -> list[torch.optim.Optimizer]:
     """[Muon, AdamW] over a checkpoint's parameters; which one takes a tensor is decided by its name and shape."""
-    matrices, others = [], []
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
     for name, value in parameters.items():
         hidden = value.dim() >= 2 and not any(part in name for part in _ADAM_ONLY)
         (matrices if hidden else others).append(value)
-    adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)  # type: ignore[arg-type]
-    optimizers: list[torch.optim.Optimizer] = [Muon(matrices, muon_lr), adam]  # type: ignore[arg-type]
+    adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)
+    optimizers: list[torch.optim.Optimizer] = [Muon(matrices, muon_lr), adam]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]

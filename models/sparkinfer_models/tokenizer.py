@@ -48,7 +48,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Writes `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.jinja`."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     special = {"eos_token": IM_END, "pad_token": END_OF_TEXT}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -60,6 +60,28 @@ def _prepare(args: argparse.Namespace) -> None:
     print(json.dumps({key: value for key, value in summary.items() if key != "sources"}, indent=2))
 
 
+def _evaluate(args: argparse.Namespace) -> None:
+    from sparkinfer_models.evaluate import evaluate
+
+    contexts = tuple(args.context)
+    result = evaluate(args.model, args.data, args.device, contexts, args.limit, not args.no_ngram)
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n")
+
+
+def _add_evaluate(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("evaluate", help="perplexity and top-1 on held-out text, beside a 5-gram's")
+    command.add_argument("--model", type=Path, required=True, help="model folder")
+    command.add_argument("--data", type=Path, required=True, help="folder that `prepare` wrote")
+    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    command.add_argument("--context", type=int, nargs="+", default=[1024, 8192])
+    command.add_argument("--limit", type=int, default=0, help="take only this many tokens of each stream")
+    command.add_argument("--no-ngram", action="store_true")
+    command.add_argument("--json", type=Path)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code (2 for bad input)."""
     parser = argparse.ArgumentParser(description="Corpus, tokenizer and training of the reference language models.")
@@ -69,9 +91,10 @@ def main(argv: list[str] | None = None) -> int:
     prepare.add_argument("--out", type=Path, required=True)
     prepare.add_argument("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")
     _add_run(commands)
+    _add_evaluate(commands)
     args = parser.parse_args(argv)
     try:
-        {"prepare": _prepare, "run": _run}[args.command](args)
+        {"prepare": _prepare, "run": _run, "evaluate": _evaluate}[args.command](args)
     except SparkinferError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,0 +1,13 @@
+#!/usr/bin/env python3
+"""Trains and measures the DFlash2 drafters: `train_drafter.py {run,measure} --help`. See `sparkinfer_models.drafter_cli`."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "models")]
+
+from sparkinfer_models.drafter_cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main())
