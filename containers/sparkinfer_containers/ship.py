@@ -21,6 +21,7 @@ from sparkinfer_containers import loopback
 from sparkinfer_containers.image.run import Container, unpack_image
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.registry import Reference, Registry
+from sparkinfer_containers.private.state import default_folder
 from sparkinfer_containers.trust import trust_root
 from sparkinfer_containers.verify.bundle import BundleVerifier, ExpectedSigner
 from sparkinfer_containers.verify.image import verify_image
@@ -57,7 +58,8 @@ def push(layout: Layout, reference: Reference) -> str:
 
 def verify(reference: Reference, digest: str, trusted_root: Path | None) -> Outcome:
     """Verify an image in a registry as `sparkinfer-verify` does. Raises the problem that was found."""
-    trust, outcome = trust_root(trusted_root), Outcome(f"{reference.host}/{reference.name}@{digest}")
+    trust = trust_root(trusted_root or default_folder() / "trusted_root.json")
+    outcome = Outcome(f"{reference.host}/{reference.name}@{digest}")
     verifier = BundleVerifier(trust, ExpectedSigner(trust, None, None))
     with Registry(reference, anonymous=True) as registry:
         verify_image(registry, digest, trust, verifier, outcome)

@@ -19,9 +19,9 @@ from sigstore.errors import Error as SigstoreError
 from sigstore.models import ClientTrustConfig, TrustedRoot
 from sigstore.oidc import IdentityError, IdentityToken, detect_credential
 
-from sparkinfer_containers.errors import SignatureProblem, SigningProblem, UsageProblem
+from sparkinfer_containers.errors import SigningProblem, UsageProblem
 from sparkinfer_containers.private.instance import running
-from sparkinfer_containers.private.state import STATE_SETTING, default_folder
+from sparkinfer_containers.private.state import default_folder
 
 Mode = Literal["public", "private"]
 PUBLIC_ISSUER = "https://token.actions.githubusercontent.com"
@@ -99,23 +99,28 @@ class TrustRoot:
     """Whether `identity` is a prefix (public: any release tag of the workflow) or the whole identity."""
 
 
-def trust_root(path: Path | None) -> TrustRoot:
-    """The root in `path`; without one, this host's private root if it has one, else the public root.
-
-    Raises UsageProblem for an unreadable file, SignatureProblem when no root can be had.
-    """
-    if path is None:
-        private = default_folder() / "trusted_root.json"
-        if private.exists():
-            return _from_file(private)
-        try:
-            return _public(ClientTrustConfig.production().trusted_root)
-        except (SigstoreError, OSError) as error:
-            raise SignatureProblem(
-                f"no trust root: the public one could not be fetched ({error}) and {private} does not exist. "
-                f"Pass --trusted-root FILE, or set {STATE_SETTING}."
-            ) from error
+def trust_root(path: Path) -> TrustRoot:
+    """The root in a trusted_root.json. Raises UsageProblem when it is none."""
     return _from_file(path)
+
+
+def default_roots(public_first: bool) -> Iterator[TrustRoot]:
+    """The roots to try when the caller names none: this host's private one, if it has one, and the public one."""
+    private = default_folder() / "trusted_root.json"
+    if public_first:
+        yield _public(_public_root())
+    if private.exists():
+        yield _from_file(private)
+    if not public_first:
+        yield _public(_public_root())
+
+
+def _public_root() -> TrustedRoot:
+    """The public root: refreshed, or without a network as cached or shipped with sigstore-python."""
+    try:
+        return ClientTrustConfig.production().trusted_root
+    except (SigstoreError, OSError):
+        return ClientTrustConfig.production(offline=True).trusted_root
 
 
 def _public(root: TrustedRoot) -> TrustRoot:

@@ -301,13 +301,21 @@ def test_trust_root_that_is_none(attested: Any, tmp_path: Path) -> None:
     assert attested.verify()[0] == 2
 
 
-def test_default_trust_root_is_this_hosts_private_one(
-    attested: Any, state: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["--require-public"], 5)])
+def test_without_a_named_root_this_hosts_and_the_public_one_are_tried(
+    attested: Any, state: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], code: int
 ) -> None:
     from sparkinfer_containers.verify.cli import main
 
     monkeypatch.setenv("ATTEST_STATE", str(state))
-    assert main([str(attested.layout.path)]) == 0
+    assert main([str(attested.layout.path), *options]) == code
+
+
+def test_without_any_root_that_knows_the_signer(attested: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparkinfer_containers.verify.cli import main
+
+    monkeypatch.setenv("ATTEST_STATE", str(tmp_path / "none"))
+    assert main([str(attested.layout.path)]) == 3
 
 
 # Blobs.

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 from sparkinfer.errors import EnvironmentProblem, SparkinferError
-from sparkinfer_containers.errors import DigestProblem, UsageProblem
+from sparkinfer_containers.errors import DigestProblem, SignatureProblem, UsageProblem
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.registry import Reference, Registry
-from sparkinfer_containers.trust import trust_root
+from sparkinfer_containers.trust import TrustRoot, default_roots, trust_root
 from sparkinfer_containers.verify.bundle import BundleVerifier, ExpectedSigner
 from sparkinfer_containers.verify.image import verify_image
 from sparkinfer_containers.verify.outcome import Outcome
@@ -45,29 +45,49 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(args: argparse.Namespace, outcome: Outcome) -> None:
-    folder = Path(args.target)
-    is_report = (folder / "report.json").is_file()
-    is_layout = (folder / "oci-layout").is_file()
-    reference = None
-    if not folder.is_dir():
-        reference = Reference.parse(args.target)
-        if reference.digest is None:
-            raise UsageProblem(f"{args.target}: name the image by digest (HOST/NAME@sha256:...); a tag can be moved")
-    elif not is_report and not is_layout:
-        raise UsageProblem(f"{folder} is neither a report folder (report.json) nor an OCI layout (oci-layout)")
-    trust = trust_root(args.trusted_root)
-    verifier = BundleVerifier(trust, ExpectedSigner(trust, args.identity, args.issuer))
-    if reference is not None and reference.digest is not None:
-        with Registry(reference) as registry:
-            verify_image(registry, reference.digest, trust, verifier, outcome)
-    elif is_report:
-        verify_report(folder, trust, verifier, outcome)
+def _target(text: str) -> Path | Reference:
+    """A report folder, a layout folder, or an image by digest. Raises UsageProblem for anything else."""
+    folder = Path(text)
+    if folder.is_dir():
+        if not (folder / "report.json").is_file() and not (folder / "oci-layout").is_file():
+            raise UsageProblem(f"{folder} is neither a report folder (report.json) nor an OCI layout (oci-layout)")
+        return folder
+    reference = Reference.parse(text)
+    if reference.digest is None:
+        raise UsageProblem(f"{text}: name the image by digest (HOST/NAME@sha256:...); a tag can be moved")
+    return reference
+
+
+def verify_target(target: Path | Reference, trust: TrustRoot, signer: ExpectedSigner, outcome: Outcome) -> None:
+    """Verify under one trust root and fill `outcome`. Raises the first problem that ends a verification."""
+    verifier = BundleVerifier(trust, signer)
+    if isinstance(target, Reference):
+        with Registry(target) as registry:
+            verify_image(registry, str(target.digest), trust, verifier, outcome)
+    elif (target / "report.json").is_file():
+        verify_report(target, trust, verifier, outcome)
     else:
-        layout = Layout(folder)
+        layout = Layout(target)
         verify_image(layout, layout.image().digest, trust, verifier, outcome)
-    if args.require_public and trust.mode != "public":
-        outcome.problem(5, f"--require-public: this holds at the level '{outcome.level}' only, signed privately")
+
+
+def _check(args: argparse.Namespace) -> Outcome:
+    """Try the given trust root, else this host's private and the public one; the first that vouches counts."""
+    target = _target(args.target)
+    roots = iter([trust_root(args.trusted_root)]) if args.trusted_root else default_roots(args.require_public)
+    refused: SignatureProblem | None = None
+    for trust in roots:
+        outcome = Outcome(args.target)
+        try:
+            verify_target(target, trust, ExpectedSigner(trust, args.identity, args.issuer), outcome)
+        except SignatureProblem as problem:
+            refused = refused or problem
+            continue
+        if args.require_public and trust.mode != "public":
+            outcome.problem(5, f"--require-public: this holds at the level '{outcome.level}' only, signed privately")
+        return outcome
+    assert refused is not None  # there is always a root to try
+    raise refused
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     outcome = Outcome(args.target)
     try:
-        _check(args, outcome)
+        outcome = _check(args)
     except EnvironmentProblem as error:
         outcome.problem(DigestProblem.exit_code, str(error))  # a part that cannot be fetched is a missing part
     except SparkinferError as error:
