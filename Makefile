@@ -22,7 +22,7 @@ help:
 	@echo "make test-all  the slow tests too"
 	@echo "make setup     only the virtual environments"
 	@echo "make lint      only style and types"
-	@echo "make relock    resolve the locks in workflow/envs/ again"
+	@echo "make relock    resolve the locks in workflow/envs/ and containers/locks/ again"
 	@echo "make clean     remove caches and logs; results, reports and environments stay"
 
 system:
@@ -59,6 +59,9 @@ test-all: setup
 
 relock: system
 	@$(PYTHON) workflow/scripts/relock.py
+	@$(ENV) engine
+	@if command -v mmdebstrap >/dev/null; then .venv/bin/python -m sparkinfer_containers relock; \
+	else echo "containers/locks/ are unchanged: apt-get install mmdebstrap, then make relock again"; fi
 
 clean:
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist results/logs results/benchmarks

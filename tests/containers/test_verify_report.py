@@ -312,6 +312,22 @@ def test_figures_of_the_image_are_attached_to_the_image(tmp_path: Path, attested
     assert any("evaluation of this image" in line for line in outcome["proved"])
 
 
+def test_figures_from_source_beside_an_image_are_disclaimed(tmp_path: Path, state: Path, check: Any) -> None:
+    container = {"reference": "example.invalid/toy:1", "digest": IMAGE, "measured": False}
+    run = raw_run_class()(tmp_path, container=container).write()
+    folder = render(run.folder, tmp_path / "report")
+    with credentials("private", state=state) as held:
+        attest.sign_report(folder, attest.evaluation(folder, run.folder), held)
+    code, outcome = check(folder)
+    assert code == 0, texts(outcome)
+    assert any("not the shipped image" in line for line in outcome["proved"])
+    text = (folder / "CHANGELOG.md").read_text()
+    (folder / "CHANGELOG.md").write_text(text.replace("not the shipped image", "as shipped"))
+    code, outcome = check(folder)
+    assert code == 1
+    assert "does not say" in texts(outcome)
+
+
 def test_records_can_be_read_back_unchanged(rendered: Path) -> None:
     pairs = parquet.records(parquet.read(rendered / "requests.parquet"))
     assert all(dataclasses.is_dataclass(record) for _, record in pairs)

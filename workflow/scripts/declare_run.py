@@ -24,17 +24,21 @@ from sparkinfer.errors import ConfigError, SparkinferError  # noqa: E402
 
 
 def container() -> dict[str, Any] | None:
-    """The image that the run's engine was started from, None when it ran from source."""
-    digest = os.environ.get("SPARKINFER_IMAGE_DIGEST")
+    """The image that this run belongs to; `measured` when its engine is started from it. None without an image.
+
+    ATTEST_IMAGE_DIGEST in place of SPARKINFER_IMAGE_DIGEST: the host cannot take the image and runs from source.
+    """
+    measured = os.environ.get("SPARKINFER_IMAGE_DIGEST")
+    digest = measured or os.environ.get("ATTEST_IMAGE_DIGEST")
     if not digest:
         return None
     reference = os.environ.get("ATTEST_IMAGE_REFERENCE")
     if not reference:
         raise ConfigError(
-            "SPARKINFER_IMAGE_DIGEST is set without ATTEST_IMAGE_REFERENCE: take both from "
+            "an image digest is set without ATTEST_IMAGE_REFERENCE: take both from "
             "`python -m sparkinfer_containers unpack IMAGE FOLDER --exports`, or unset both"
         )
-    return {"reference": reference, "digest": digest, "measured": True}
+    return {"reference": reference, "digest": digest, "measured": bool(measured)}
 
 
 def main(argv: list[str]) -> int:

@@ -19,6 +19,7 @@ from sparkinfer_containers.verify.outcome import Outcome
 REQUIRED = ("CHANGELOG.md", "RELEASE_NOTE.md", "report.json", "requests.parquet", "commands.txt")
 RECORDS = "requests.parquet"
 ENGINE = "sparkinfer"
+DISCLAIMER = "not the shipped image"
 
 
 def _sha256(path: Path) -> str:
@@ -125,6 +126,8 @@ def verify_report(folder: Path, trust: TrustRoot, verifier: BundleVerifier, outc
         return
     statement = evaluations[0]
     _compare_with_statement(folder, report, statement.predicate, outcome)
+    if report["container"] is not None and source and DISCLAIMER not in (folder / "CHANGELOG.md").read_text("utf-8"):
+        outcome.problem(1, f"CHANGELOG.md does not say that its figures are '{DISCLAIMER}'")
     outcome.level = LEVELS[trust.mode]
     outcome.signed(SHORT_NAMES[wanted], statement)
     outcome.proved.append(
