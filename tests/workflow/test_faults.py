@@ -61,7 +61,7 @@ def test_server_death_fails_one_cell_and_keeps_its_sibling(
     folder = run_folder(checkout, planned.stdout)
     sibling = folder / "b1/toy/spark-tiny-dense/chat-c4/r1/result.json"
     failed = folder / "b1/toy/spark-tiny-dense/chat-c1/r1/result.json"
-    done = snakemake(str(failed.relative_to(checkout)), "--configfile", str(config), timeout_s=180)
+    done = snakemake(str(failed.relative_to(checkout)), "--retries", "0", "--configfile", str(config), timeout_s=180)
     assert done.returncode != 0
     assert "the server ended while the job ran" in done.stdout
     assert "dying as told" in done.stdout
@@ -88,7 +88,7 @@ def test_port_in_use_is_named(checkout: Path, snakemake: Run, toy_engine: Callab
         config = toy_settings(tmp_path, port=port)
         planned = snakemake("release", "-n", "--configfile", str(config))
         result = run_folder(checkout, planned.stdout) / "b1/toy/spark-tiny-dense/chat-c1/r1/result.json"
-        done = snakemake(str(result.relative_to(checkout)), "--configfile", str(config))
+        done = snakemake(str(result.relative_to(checkout)), "--retries", "0", "--configfile", str(config))
     assert done.returncode != 0
     assert f"port {port} cannot be used" in done.stdout
 
@@ -114,13 +114,13 @@ def test_full_disk_is_named_and_the_run_goes_on_once_there_is_space(
     kept.parent.mkdir()
     kept.write_text(json.dumps({"finished": True}))
     target = ("smoke", "--until", "model", "--config", "profile=cpu", "checks=[]")
-    done = snakemake(*target)
+    done = snakemake(*target, "--retries", "0")
     assert done.returncode != 0
     assert "the disk is full: free some space and start again" in done.stdout
     assert [path for path in (small_disk / "models").glob("*") if path.is_dir()] == []
     assert json.loads(kept.read_text()) == {"finished": True}
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    done = snakemake(*target)
+    done = snakemake(*target, "--retries", "0")
     assert done.returncode == 0, done.stdout
     assert json.loads(kept.read_text()) == {"finished": True}
     assert list((small_disk / "models").glob("*/model.safetensors"))

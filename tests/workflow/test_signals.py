@@ -49,7 +49,7 @@ def toy_run(checkout: Path, toy_engine: Callable[..., Path], tmp_path: Path) -> 
         "",
     )
     assert result, text
-    return [*snakemake_command(result), "--configfile", str(config)], result
+    return [*snakemake_command(result), "--retries", "0", "--configfile", str(config)], result
 
 
 def wait_for(

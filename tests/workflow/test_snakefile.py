@@ -73,7 +73,9 @@ def test_wrong_settings_end_at_once(snakemake: Run) -> None:
 
 def test_missing_model_stops_before_any_server(snakemake: Run) -> None:
     model = "{name: m, source: {folder: nowhere/at-all}, dtype: bfloat16}"
-    done = snakemake("smoke", "--until", "model", "--config", f"models=[{model}]", "checks=[]", timeout_s=180)
+    done = snakemake(
+        "smoke", "--until", "model", "--config", f"models=[{model}]", "checks=[]", "--retries", "0", timeout_s=180
+    )
     assert done.returncode != 0
     assert "nowhere/at-all does not exist: put the checkpoint there" in done.stdout
 
