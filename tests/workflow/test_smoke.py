@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from .conftest import ROOT
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
 
 @pytest.mark.vllm
 @pytest.mark.aiperf
 @pytest.mark.timeout(1200)
-def test_smoke_release_end_to_end_and_nothing_to_do_again(checkout: Path) -> None:
+def test_smoke_release_end_to_end_and_nothing_to_do_again(checkout: Path, snakemake: Run) -> None:
     (checkout / "results").mkdir()
     # Compiled graphs of the baseline may be shared with earlier runs.
     cache = ROOT / "results" / "cache"
@@ -40,6 +43,10 @@ def test_smoke_release_end_to_end_and_nothing_to_do_again(checkout: Path) -> Non
     )
     assert again.returncode == 0
     assert "Nothing to be done" in again.stdout
+    page = checkout / "workflow-report.html"
+    made = snakemake("smoke", "--config", "profile=cpu", "--report", str(page))
+    assert made.returncode == 0, made.stdout
+    assert page.stat().st_size > 100_000
     assert not (checkout / "results/.server/server.json").exists()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
