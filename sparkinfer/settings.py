@@ -130,7 +130,7 @@ class Settings:
         "Threads of torch's CPU kernels in the engine process.",
         where="engine process",
         low=1,
-        auto="the CPUs this process may use",
+        auto="the CPUs this process may use, less one for the server process",
     )
     max_queue: int = _setting(
         1024,

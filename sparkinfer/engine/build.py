@@ -177,11 +177,19 @@ def warm_up(runner: ModelRunner, schedule: SchedulerConfig, vocab_size: int) -> 
         core.step()
 
 
+def default_threads() -> int:
+    """All CPUs this process may use but one, which the server process needs.
+
+    A team that has to share a CPU waits at every operation's barrier for a thread that is not running.
+    """
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
 def build_engine(options: EngineOptions) -> Engine:
     """Load the model and size everything. Raises SparkinferError."""
     settings, folder = options.settings, Path(options.model)
     device = pick_device(options.device)
-    threads = settings.threads or len(os.sched_getaffinity(0))
+    threads = settings.threads or default_threads()
     torch.set_num_threads(threads)
     config = load_config(folder)
     memory = MemoryPlan.for_model(config, dtype=options.dtype, num_slots=settings.max_num_seqs)
