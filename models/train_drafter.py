@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Trains and measures the DFlash2 drafters: `train_drafter.py {run,measure} --help`. See `sparkinfer_models.drafter_cli`."""
+"""Trains and measures the DFlash2 drafters: `train_drafter.py {run,measure} --help`.
+
+The logic is in `sparkinfer_models.drafter_cli`.
+"""
 
 import sys
 from pathlib import Path

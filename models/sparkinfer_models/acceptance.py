@@ -13,7 +13,7 @@ import torch
 
 from sparkinfer.errors import ConfigError
 from sparkinfer_models.checkpoint import load_network
-from sparkinfer_models.dataset import read_stream
+from sparkinfer_models.dataset import read_stream, write_summary
 from sparkinfer_models.drafter import load_drafter
 from sparkinfer_models.rollout import prompts
 from sparkinfer_models.speculate import Speculator, plain_decode
@@ -80,6 +80,7 @@ def add_measure(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--tokens", type=int, default=128)
     command.add_argument("--compare", type=int, default=8, help="prompts also decoded plainly, to compare the streams")
     command.add_argument("--temperatures", type=float, nargs="+", default=list(TEMPERATURES))
+    command.add_argument("--no-selector", action="store_true", help="draft each slot's best token, without the walk")
     command.add_argument("--json", type=Path)
 
 
@@ -88,10 +89,19 @@ def measure(args: argparse.Namespace) -> None:
     network = load_network(args.target, torch.float32).requires_grad_(False)
     drafter = load_drafter(args.drafter, torch.float32).requires_grad_(False)
     rows = held_out_prompts(args.data, args.prompts, args.prompt_tokens)
+    speculator = Speculator(network, drafter, selector=not args.no_selector)
     results = []
     for temperature in args.temperatures:
-        result = accepted_length(Speculator(network, drafter), rows, args.tokens, temperature, args.compare)
+        result = accepted_length(speculator, rows, args.tokens, temperature, args.compare)
         results.append({key: round(value, 4) for key, value in vars(result).items()})
         print(json.dumps(results[-1]), flush=True)
     if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        summary = {
+            "parameters": sum(p.numel() for p in drafter.parameters()),
+            "prompts": args.prompts,
+            "prompt_tokens": args.prompt_tokens,
+            "tokens": args.tokens,
+            "selector": not args.no_selector,
+            "rows": results,
+        }
+        write_summary(args.json, summary)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparkinfer.errors import ConfigError
 from sparkinfer_models.checkpoint import load_training, save_training
+from sparkinfer_models.dataset import write_summary
 from sparkinfer_models.drafter import Drafter, DrafterConfig, save_drafter
 from sparkinfer_models.network import Network
 from sparkinfer_models.optimizer import make_optimizers, set_rate, trapezoid
@@ -152,7 +153,7 @@ class DrafterTrainer:
             teacher: [batch, time, hidden], the target's final hidden states: its distribution is the soft label.
         """
         c, recipe = self.drafter.config, self.recipe
-        batch, time = ids.shape
+        time = ids.shape[1]
         positions = anchors[..., None] + torch.arange(c.block, device=ids.device)
         tokens = ids.gather(1, positions.flatten(1)).view(positions.shape)
         inputs = torch.full_like(tokens, MASK_ID)
@@ -232,3 +233,4 @@ class DrafterTrainer:
                     break
         self.save()
         save_drafter(self.drafter, self.folder)
+        write_summary(self.folder / "recipe.json", asdict(self.recipe))

@@ -74,7 +74,14 @@ def evaluate(
         for context in contexts:
             loss, top1 = network_loss(network, ids, context)
             rows.append(asdict(score(name, context, len(ids) - 1, loss, ratio[name], top1)))
-    result: dict[str, object] = {"model": model.name, "dtype": "float32", "device": device, "scores": rows}
+    result: dict[str, object] = {
+        "model": model.name,
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "dtype": "float32",
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if device.startswith("cuda") else "a CPU",
+        "scores": rows,
+    }
     if with_ngram:
         yardstick = KneserNey(read_stream(data / "train.u16.xz"), network.config.vocab_size)
         result["five_gram"] = [

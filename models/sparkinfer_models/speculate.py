@@ -64,10 +64,10 @@ def plain_decode(network: Network, prompt: list[int], count: int, temperature: f
 
 
 class Speculator:
-    """Speculative decoding of one request at a time."""
+    """Speculative decoding of one request at a time. `selector` False drafts as DFlash does: each slot's best token."""
 
-    def __init__(self, network: Network, drafter: Drafter) -> None:
-        self.network, self.drafter = network, drafter
+    def __init__(self, network: Network, drafter: Drafter, selector: bool = True) -> None:
+        self.network, self.drafter, self.selector = network, drafter, selector
 
     def _draft(
         self, anchor: int, position: int, context: list[tuple[Tensor, Tensor]], temperature: float, seed: int
@@ -85,6 +85,9 @@ class Speculator:
         if temperature > 0:
             rows = [gumbel_noise(seed, position + slot, c.vocab_size) for slot in range(1, c.block)]
             noise = torch.stack(rows)
+        if not self.selector:
+            scores = logits if noise is None else logits / temperature + noise
+            return scores.argmax(-1).tolist()
         return self.drafter.walk(hidden, logits, anchor, temperature, noise)
 
     @torch.no_grad()

@@ -82,6 +82,26 @@ def _add_evaluate(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--json", type=Path)
 
 
+def _card(args: argparse.Namespace) -> None:
+    from sparkinfer_models.card import drafter_card, language_model_card, write_card
+
+    run = {"command": args.run_command, "machine": args.machine, "software": args.software, "date": args.date}
+    if args.target:
+        text = drafter_card(args.folder, args.target, run)
+    else:
+        text = language_model_card(args.folder, args.data / "corpus.json", run)
+    write_card(args.folder, text)
+
+
+def _add_card(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("card", help="write the model card and the curve of a model or drafter folder")
+    command.add_argument("folder", type=Path)
+    command.add_argument("--data", type=Path, default=Path(), help="folder that `prepare` wrote")
+    command.add_argument("--target", help="the target's name: the folder is a drafter's")
+    for name in ("run-command", "machine", "software", "date"):
+        command.add_argument(f"--{name}", required=True, help="as it was when the weights were trained")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code (2 for bad input)."""
     parser = argparse.ArgumentParser(description="Corpus, tokenizer and training of the reference language models.")
@@ -92,9 +112,10 @@ def main(argv: list[str] | None = None) -> int:
     prepare.add_argument("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")
     _add_run(commands)
     _add_evaluate(commands)
+    _add_card(commands)
     args = parser.parse_args(argv)
     try:
-        {"prepare": _prepare, "run": _run, "evaluate": _evaluate}[args.command](args)
+        {"prepare": _prepare, "run": _run, "evaluate": _evaluate, "card": _card}[args.command](args)
     except SparkinferError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return error.exit_code

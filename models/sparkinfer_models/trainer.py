@@ -17,7 +17,7 @@ from torch import Tensor
 from sparkinfer.errors import ConfigError
 from sparkinfer_models.checkpoint import load_training, save_model, save_training
 from sparkinfer_models.config import ModelConfig
-from sparkinfer_models.dataset import Position, WindowSampler
+from sparkinfer_models.dataset import Position, WindowSampler, write_summary
 from sparkinfer_models.network import Network, initialise
 from sparkinfer_models.optimizer import make_optimizers, set_rate, trapezoid
 
@@ -261,3 +261,4 @@ class Trainer:
                     break
         self.save()
         save_model(self.network, self.folder)
+        write_summary(self.folder / "recipe.json", asdict(self.recipe))

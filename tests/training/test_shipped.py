@@ -1,0 +1,59 @@
+"""The files in models/: sizes, formats, and that every model folder is whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+TARGETS = ("spark-tiny-dense", "spark-tiny-moe")
+ALL = (*TARGETS, *(f"{name}-dflash2" for name in TARGETS))
+
+
+def test_all_models_together_stay_under_16_mib() -> None:
+    size = sum(path.stat().st_size for name in ALL for path in (MODELS / name).rglob("*") if path.is_file())
+    assert size <= 16 * 2**20
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weights_are_finite_bf16_and_the_card_is_there(name: str) -> None:
+    folder = MODELS / name
+    parameters = 0
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for key in file.keys():  # noqa: SIM118 - not a dict
+            tensor = file.get_tensor(key)
+            assert tensor.dtype == torch.bfloat16, key
+            assert torch.isfinite(tensor).all(), key
+            parameters += tensor.numel()
+    if name in TARGETS:
+        assert 3_000_000 <= parameters <= 6_000_000
+    assert (folder / "README.md").is_file()
+    log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    assert log[-1]["step"] == log[-1]["planned_steps"]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_config_and_tokenizer_are_read_by_transformers(name: str) -> None:
+    config = AutoConfig.from_pretrained(MODELS / name)
+    assert (config.head_dim, config.linear_key_head_dim, config.linear_value_head_dim) == (256, 128, 128)
+    assert config.layer_types.count("full_attention") * 4 == config.num_hidden_layers
+    assert config.max_position_embeddings >= 8192 + 128
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
+    assert len(tokenizer) == config.vocab_size
+    assert tokenizer.eos_token_id == config.eos_token_id
+    text = "def f(x):\n\treturn x  # naïve – 日本\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_both_targets_share_one_tokenizer() -> None:
+    first, second = ((MODELS / name / "tokenizer.json").read_bytes() for name in TARGETS)
+    assert first == second
