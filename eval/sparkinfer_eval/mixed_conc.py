@@ -1,0 +1,204 @@
+"""`mixed_conc_check`: two launches of the server, mixed steps on and off, the same 24 chats at once.
+
+The chats share a system prompt; their user turns are a few to 1500 tokens (less where the model's context is short);
+a third each is greedy, seeded, and greedy with log-probabilities. They are sent twice to each server: with an empty
+prefix cache and with a warm one. In float32 all tokens must be equal. In 16 bits every request asks for
+log-probabilities: up to where two answers part they must agree within a tolerance, calibrated by a second launch
+without mixing that gets the chats in the opposite order, and a greedy choice may only change between tokens that close.
+A trace of the steps shows that mixing happened in one launch and not in the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sparkinfer.errors import EnvironmentProblem
+from sparkinfer.models.config import ModelConfig, load_config
+from sparkinfer.runner.memory import resolve_dtype
+
+from . import launch
+from .agreement import Agreement, Answer, Top, compare, excused, worst
+from .check_program import CheckRow, NotApplicable, parser, run
+from .corpus import TEXTS, read_text
+from .prompts import ChatCounter
+from .server_probe import prefix_hits
+
+CHECK = "mixed_conc_check"
+CHATS = 24
+SHORTEST, LONGEST = 4, 1500
+SYSTEM_TOKENS = 200
+OUTPUT = 32
+ROOM = 64
+"""Tokens of context for the chat template and for counts that do not add up."""
+LEAST_CONTEXT = 160
+KINDS = ("greedy", "seeded", "logprobs")
+TOPS = 5
+WAVES = ("cold", "warm")
+EXACT_LOGPROBS = 1e-3
+LEAST_TOLERANCE = 2.0**-5
+SAFETY = 3.0
+"""The tolerance is this many times the largest difference between two launches without mixing."""
+TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What one launch gave: answers by wave, steps that carried prompts beside decoding requests, cached tokens."""
+
+    answers: list[list[Answer]]
+    mixed_steps: int
+    cached: float
+
+
+def turn_lengths(context: int) -> tuple[int, list[int]]:
+    """(system prompt, user turns) in tokens: turns in equal ratios from a few to 1500, all less in a short context.
+
+    Raises NotApplicable when nothing sensible fits.
+    """
+    if context < LEAST_CONTEXT:
+        raise NotApplicable(f"the model's context of {context} tokens is too short: the chats need {LEAST_CONTEXT}")
+    share = min(1.0, (context - OUTPUT - ROOM) / (SYSTEM_TOKENS + LONGEST))
+    longest = max(SHORTEST, int(LONGEST * share))
+    ratio = (longest / SHORTEST) ** (1 / (CHATS - 1))
+    lengths = [round(SHORTEST * ratio**number) for number in range(CHATS)]
+    # Short and long ones take turns, so that prompts end in different steps.
+    return max(1, int(SYSTEM_TOKENS * share)), lengths[::2] + lengths[1::2][::-1]
+
+
+def chats(model: Path, config: ModelConfig, exact: bool) -> list[dict[str, Any]]:
+    """The request bodies, kinds in turn. Raises CheckpointError for a model without tokenizer or chat template."""
+    counter = ChatCounter(model)
+    text = read_text(TEXTS[0])[: (LONGEST + SYSTEM_TOKENS) * CHATS * 8]
+    cuts = counter.cuts(text)
+    system_tokens, turns = turn_lengths(config.max_positions)
+    system = text[: cuts[system_tokens]]
+    place = system_tokens
+    bodies = []
+    for number, tokens in enumerate(turns):
+        user = text[cuts[place] : cuts[place + tokens]]
+        place = (place + tokens) % (len(cuts) - LONGEST - 1)
+        kind = KINDS[number % len(KINDS)]
+        body: dict[str, Any] = {
+            "messages": [{"role": "system", "content": system}, {"role": "user", "content": user}],
+            "max_completion_tokens": OUTPUT,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "temperature": 0.0,
+        }
+        if kind == "seeded":
+            body |= {"temperature": 0.7, "top_p": 0.95, "top_k": 20, "seed": number}
+        if kind == "logprobs" or not exact:
+            body |= {"logprobs": True, "top_logprobs": TOPS}
+        bodies.append(body)
+    return bodies
+
+
+def _answer(body: dict[str, Any], choice: dict[str, Any], exact: bool) -> Answer:
+    """One choice as tokens and tops. Log-probabilities name tokens by their bytes, so in 16 bits the tokens do too."""
+    greedy = body["temperature"] == 0
+    content = (choice.get("logprobs") or {}).get("content") or []
+    tops: list[Top] = [
+        {bytes(entry["bytes"]): float(entry["logprob"]) for entry in (*item["top_logprobs"], item)} for item in content
+    ]
+    if exact:
+        return Answer(list(choice["token_ids"]), tops, greedy)
+    return Answer([bytes(item["bytes"]) for item in content], tops, greedy)
+
+
+async def _send(url: str, bodies: Sequence[dict[str, Any]], exact: bool) -> list[Answer]:
+    """All chats at once. Raises EnvironmentProblem when one is not answered."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
+
+        async def one(body: dict[str, Any]) -> Answer:
+            answer = await client.post("/v1/chat/completions", json=body)
+            if answer.status_code != 200:
+                raise EnvironmentProblem(f"a chat was answered with {answer.status_code}: {answer.text[:300]}")
+            return _answer(body, answer.json()["choices"][0], exact)
+
+        try:
+            return list(await asyncio.gather(*(one(body) for body in bodies)))
+        except httpx.HTTPError as error:
+            raise EnvironmentProblem(f"a chat was not answered: {error or type(error).__name__}") from error
+
+
+def mixed_steps(trace: Path) -> int:
+    """Steps of a trace that carried prompts beside decoding requests."""
+    steps = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+    return sum(step.get("d", 0) > 0 and bool(step.get("p")) for step in steps)
+
+
+def launched(options: argparse.Namespace, mixing: bool, bodies: Sequence[dict[str, Any]], exact: bool) -> Launched:
+    """Start a server, send both waves, stop it. Raises what `launch.served` raises."""
+    context = min(load_config(options.model).max_positions, LONGEST + SYSTEM_TOKENS + OUTPUT + ROOM)
+    flags = ["--device", options.device, "--dtype", options.dtype, "--max-model-len", str(context)]
+    with tempfile.TemporaryDirectory(prefix="mixed-conc-") as folder:
+        trace = Path(folder) / "steps.jsonl"
+        settings = {"SPARKINFER_STEP_TRACE": str(trace), "SPARKINFER_LOG_LEVEL": "warning"}
+        if not mixing:
+            settings["SPARKINFER_MIXED_CHUNK"] = "0"
+        with launch.served(options.model, flags, settings, launch.COMMAND) as url:
+            answers = [asyncio.run(_send(url, bodies, exact)) for _ in WAVES]
+            cached = prefix_hits(url)
+        return Launched(answers, mixed_steps(trace), cached or 0.0)
+
+
+def _compare(one: Launched, other: Launched) -> list[list[Agreement]]:
+    """By wave and chat."""
+    return [
+        [compare(mine, its) for mine, its in zip(first, second, strict=True)]
+        for first, second in zip(one.answers, other.answers, strict=True)
+    ]
+
+
+def rows_of(off: Launched, on: Launched, tolerance: float) -> list[CheckRow]:
+    """The rows: what differs by wave and kind, and whether the launches did what they are named after."""
+    limit = tolerance or EXACT_LOGPROBS
+    rows = []
+    for wave, found, answers in zip(WAVES, _compare(off, on), off.answers, strict=True):
+        for number, kind in enumerate(KINDS):
+            members = list(zip(found, answers, strict=True))[number :: len(KINDS)]
+            wrong = sum(not excused(item, answer.greedy, tolerance) for item, answer in members)
+            rows.append(CheckRow(f"{wave} {kind}: answers that differ of {len(members)}", wrong, 0, wrong == 0))
+            parted = sum(item.parted is not None for item, _ in members)
+            if parted:
+                rows.append(CheckRow(f"{wave} {kind}: answers that part", parted, len(members), wrong == 0))
+        value = worst(found)
+        rows.append(CheckRow(f"{wave}: largest logprob difference", value, limit, value <= limit))
+    rows.append(CheckRow("mixing on: mixed steps (at least)", on.mixed_steps, 1, on.mixed_steps >= 1))
+    rows.append(CheckRow("mixing off: mixed steps", off.mixed_steps, 0, off.mixed_steps == 0))
+    for name, one in (("on", on), ("off", off)):
+        rows.append(CheckRow(f"mixing {name}: cached tokens (at least)", one.cached, CHATS, one.cached >= CHATS))
+    return rows
+
+
+def check(options: argparse.Namespace) -> tuple[str, list[CheckRow]]:
+    """Run the launches and compare."""
+    config = load_config(options.model)
+    dtype = resolve_dtype(config, options.dtype)
+    exact = dtype == "float32"
+    bodies = chats(options.model, config, exact)
+    off = launched(options, False, bodies, exact)
+    on = launched(options, True, bodies, exact)
+    if exact:
+        return dtype, rows_of(off, on, 0.0)
+    again = launched(options, False, bodies[::-1], exact)
+    again = Launched([answers[::-1] for answers in again.answers], again.mixed_steps, again.cached)
+    noise = max(worst(found) for found in _compare(off, again))
+    tolerance = max(LEAST_TOLERANCE, SAFETY * noise)
+    calibration = CheckRow("mixing off twice: largest logprob difference", noise, tolerance, True)
+    return dtype, [calibration, *rows_of(off, on, tolerance)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of `eval/mixed_conc_check.py`; returns the exit code."""
+    return run(CHECK, parser(CHECK, __doc__.splitlines()[0] if __doc__ else None).parse_args(arguments), check)
