@@ -1,0 +1,177 @@
+"""Command line of eval/simulate.py."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.errors import ConfigError, SparkinferError
+from sparkinfer.scheduling.config import SchedulerConfig
+
+from .. import metrics
+from ..cells import load_cells, resolve_cells
+from . import compare
+from .cost import Costs, Host, fit, load, save
+from .measured import FIT_CELLS, Recorded, fit_run, read_run
+from .replay import Outcome, simulate
+from .steps import read_trace
+from .workload import Workload, of_cell, of_records, read_requests
+
+COLUMNS = (
+    ("output_tok_s", "value", "output tok/s"),
+    ("requests_s", "value", "requests/s"),
+    ("ttft_ms", "p50", "TTFT p50 ms"),
+    ("ttft_ms", "p90", "TTFT p90 ms"),
+    ("itl_ms", "p50", "ITL p50 ms"),
+    ("itl_ms", "p90", "ITL p90 ms"),
+    ("request_latency_ms", "p50", "latency p50 ms"),
+)  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="simulate.py", description="Replay load through the real scheduler, without a GPU."
+    )
+    costs = top.add_argument_group("costs, one of")
+    costs.add_argument("--run", type=Path, metavar="FOLDER", help="recorded run, results/<run>: fit, predict, compare")
+    costs.add_argument("--steps", type=Path, nargs="+", metavar="FILE", help="step traces of a server")
+    costs.add_argument("--costs", type=Path, metavar="FILE", help="a cost model that --save wrote")
+    load_ = top.add_argument_group("load, unless --run's own")
+    load_.add_argument("--cell", nargs="+", default=[], metavar="ID", help="cells of the cells file")
+    load_.add_argument("--scale", default="cpu", help="scale of the cells file (default %(default)s)")
+    load_.add_argument("--cells", type=Path, default=Path("config/cells.yaml"), help="default %(default)s")
+    load_.add_argument("--requests", type=Path, metavar="FILE", help="JSONL trace, see docs/simulator.md")
+    load_.add_argument("--concurrency", type=int, default=0, help="send the trace as a closed loop")
+    top.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE[,...]", dest="policies",
+        help="a policy: settings of the scheduler (mixed_chunk=0); once for each policy to compare",
+    )  # fmt: skip
+    top.add_argument("--fit-cells", nargs="+", default=list(FIT_CELLS), metavar="PATTERN", help="default %(default)s")
+    top.add_argument("--engine", default="sparkinfer", help="engine of the run (default %(default)s)")
+    top.add_argument("--model", help="model of the run, where it has several")
+    top.add_argument("--out", type=Path, metavar="FOLDER", help="write table, JSON and plot there")
+    top.add_argument("--save", type=Path, metavar="FILE", help="write the fitted cost model there")
+    return top
+
+
+def policy(text: str, base: SchedulerConfig) -> SchedulerConfig:
+    """`name=value,...` laid over the settings. Raises ConfigError on an unknown name, a bad value, a contradiction."""
+    fields = {field.name: field for field in dataclasses.fields(SchedulerConfig)}
+    changes: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = item.partition("=")
+        if not equals or name not in fields:
+            raise ConfigError(f"--set {item}: give NAME=VALUE with a setting of the scheduler: {', '.join(fields)}")
+        kind = type(getattr(base, name))
+        try:
+            changes[name] = bool(int(value)) if kind is bool else kind(value)
+        except ValueError:
+            raise ConfigError(f"--set {item}: {value!r} is not a value of {name} ({kind.__name__})") from None
+    config = dataclasses.replace(base, **changes)
+    config.validate()
+    return config
+
+
+def workloads(options: argparse.Namespace, recorded: Recorded | None) -> list[Workload]:
+    """What to replay. Raises ConfigError when nothing is named."""
+    found: list[Workload] = []
+    if options.requests is not None:
+        found.append(read_requests(options.requests, options.concurrency))
+    if options.cell:
+        cells = resolve_cells(load_cells(options.cells), options.scale)
+        for name in options.cell:
+            if name not in cells:
+                raise ConfigError(f"scale {options.scale} has no cell {name}; it has {', '.join(cells)}")
+            found.append(of_cell(cells[name]))
+    if not found and recorded is not None:
+        found = [of_records(one.cell, one.records) for one in recorded.cells]
+    if not found:
+        raise ConfigError("nothing to replay: give --run, --cell or --requests")
+    return found
+
+
+def costs_of(options: argparse.Namespace) -> tuple[Costs, Recorded | None, list[compare.Point]]:
+    """The cost model, and where it comes from a run, the run and its predictions."""
+    given = [name for name in ("run", "steps", "costs") if getattr(options, name) is not None]
+    if len(given) != 1:
+        raise ConfigError("give exactly one of --run, --steps and --costs: where the costs of a step come from")
+    if options.costs is not None:
+        return load(options.costs), None, []
+    if options.steps is not None:
+        traces = [read_trace(path) for path in options.steps]
+        about = {**traces[0].about, "files": [path.name for path in options.steps]}
+        return fit([trace.steps for trace in traces], Host(), traces[0].scheduler, about), None, []
+    recorded = read_run(options.run, options.engine, options.model)
+    costs, seen = fit_run(recorded, options.fit_cells)
+    return costs, recorded, compare.predict(recorded, costs, seen)
+
+
+def row(outcome: Outcome) -> list[str]:
+    """The figures of one simulation as text."""
+    found = {(v.metric, v.stat): v.value for v in metrics.summarise(outcome.records)}
+    figures = [f"{found[m, s]:.1f}" if (m, s) in found else "-" for m, s, _ in COLUMNS]
+    return [*figures, str(outcome.stats.steps), f"{outcome.mean_decode_rows:.1f}", str(outcome.stats.preemptions)]
+
+
+def policies_table(loads: Sequence[Workload], costs: Costs, policies: Sequence[str]) -> str:
+    """Every load under every policy, side by side, as a markdown table."""
+    names = [*(title for _, _, title in COLUMNS), "steps", "decode rows", "preemptions"]
+    lines = ["| load | policy | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for workload in loads:
+        for text in policies:
+            outcome = simulate(workload, policy(text, costs.scheduler), costs)
+            lines.append(f"| {workload.name} | {text or 'as recorded'} | " + " | ".join(row(outcome)) + " |")
+    return "\n".join(lines)
+
+
+def write_out(folder: Path, text: str, costs: Costs, recorded: Recorded | None, points: list[compare.Point]) -> None:
+    """Table, JSON and plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {
+        "schema": "sparkinfer/simulation/v1",
+        "fitted_on": costs.about,
+        "band": compare.BAND,
+        "points": [{**dataclasses.asdict(p), "error": p.error, "inside": p.inside} for p in points],
+    }
+    for name, content in (("simulation.md", text), ("simulation.json", json.dumps(document, indent=1) + "\n")):
+        temporary = folder / f".{name}.part"
+        temporary.write_text(content, encoding="utf-8")
+        temporary.replace(folder / name)
+    if recorded is not None and points:
+        count = len(costs.about["cells"])
+        title = f"{recorded.run}, {recorded.model}: simulated against measured, cost model fitted on {count} cells"
+        for suffix in ("png", "svg"):
+            compare.plot(points, title, folder / f"simulation.{suffix}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0, 2 bad input, 3 environment."""
+    options = parser().parse_args(arguments)
+    try:
+        begin = time.perf_counter()
+        costs, recorded, points = costs_of(options)
+        parts = ["# Simulation", "", "Fitted on: " + json.dumps(costs.about), "", "```", costs.describe(), "```", ""]
+        if recorded is not None:
+            parts += [compare.table(points), "", compare.verdict(points), ""]
+            parts += ["Passes, predicted over measured: " + compare.pass_errors(costs, recorded.cells), ""]
+        if options.policies or options.cell or options.requests:
+            loads = workloads(options, recorded)
+            parts += [policies_table(loads, costs, options.policies or [""]), ""]
+        text = "\n".join(parts)
+        print(text)
+        print(f"simulated in {time.perf_counter() - begin:.1f} s")
+        if options.save is not None:
+            save(costs, options.save)
+        if options.out is not None:
+            write_out(options.out, text, costs, recorded, points)
+    except (SparkinferError, ValueError) as error:
+        print(f"simulate.py: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, SparkinferError) else ConfigError.exit_code
+    return 0

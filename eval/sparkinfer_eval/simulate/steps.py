@@ -1,0 +1,121 @@
+"""Step traces as the engine writes them (`SPARKINFER_STEP_TRACE`), read back, and the features of a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparkinfer.engine.step_trace import SCHEMA, step_line
+from sparkinfer.errors import ConfigError
+from sparkinfer.scheduling.config import SchedulerConfig
+from sparkinfer.scheduling.types import StepPlan
+
+PASS_FEATURES = (
+    "pass", "decode rows", "decode context (1k tokens)", "prompts", "prompt tokens", "prompt attention (1k pairs)",
+    "prompt pass", "restores", "checkpoints", "KV moves", "seeded rows", "logprob rows",
+)  # fmt: skip
+HOST_FEATURES = ("step", "tokens", "prompts begun")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One line of a trace. `wall_s` is when the pass began (seconds since 1970), `seconds` how long it took."""
+
+    wall_s: float
+    seconds: float
+    line: dict[str, Any]
+
+    @property
+    def end_s(self) -> float:
+        """When its tokens were on the host."""
+        return self.wall_s + self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The steps of one or more starts of a server, in order, and the settings of its scheduler."""
+
+    scheduler: SchedulerConfig
+    about: dict[str, Any]
+    steps: list[Step]
+
+    def between(self, begin_s: float, end_s: float) -> list[Step]:
+        """The steps that began in a stretch of wall-clock time."""
+        return [step for step in self.steps if begin_s <= step.wall_s < end_s]
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace file. Raises ConfigError: missing, malformed, or starts with different scheduler settings."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}): name a file that a server wrote under SPARKINFER_STEP_TRACE"
+        ) from error
+    scheduler: SchedulerConfig | None = None
+    about: dict[str, Any] = {}
+    steps: list[Step] = []
+    epoch = 0.0
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+            if "schema" in line:
+                if line["schema"] != SCHEMA:
+                    raise ConfigError(f"{path}:{number}: schema is {line['schema']!r}, expected {SCHEMA!r}")
+                found = SchedulerConfig(**line["scheduler"])
+                if scheduler is not None and found != scheduler:
+                    raise ConfigError(f"{path}:{number}: the server was started again with other scheduler settings")
+                scheduler, epoch = found, line["epoch"]
+                about = {k: v for k, v in line.items() if k not in ("schema", "epoch", "scheduler")}
+            else:
+                steps.append(Step(line["t"] + epoch, line["s"], line))
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break  # The last line of a server that was killed may be cut.
+            raise ConfigError(f"{path}:{number}: not a line of a step trace ({error})") from error
+    if scheduler is None or not steps:
+        raise ConfigError(f"{path} holds no steps: was the server used?")
+    return Trace(scheduler, about, steps)
+
+
+def pass_features(line: dict[str, Any]) -> list[float]:
+    """What the time of a pass depends on, in the order of PASS_FEATURES.
+
+    A prompt's attention takes, for each of its tokens, as many pairs as there are tokens before it.
+    """
+    prompts = line.get("p", ())
+    pairs = sum(start * length + length * length / 2 for start, length, _ in prompts)
+    return [
+        1.0,
+        line["d"],
+        line["dc"] / 1e3,
+        len(prompts),
+        sum(length for _, length, _ in prompts),
+        pairs / 1e3,
+        float(bool(prompts)),
+        line.get("r", 0),
+        line.get("c", 0),
+        line.get("m", 0),
+        line.get("g", 0),
+        line.get("l", 0),
+    ]
+
+
+def host_features(line: dict[str, Any]) -> list[float]:
+    """What the time between a pass and the next one depends on, in the order of HOST_FEATURES."""
+    return [1.0, line["n"], sum(age >= 0 for _, _, age in line.get("p", ()))]
+
+
+def plan_line(plan: StepPlan) -> dict[str, Any]:
+    """The line that the engine would write for a plan."""
+    return step_line(plan, 0.0, 0.0)
+
+
+def matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """Feature rows as float64 [steps, features]."""
+    return np.asarray(rows, dtype=np.float64)
