@@ -51,12 +51,10 @@ def save_model(network: Network, folder: Path) -> None:
     """Writes `model.safetensors`, `config.json` and `generation_config.json`."""
     save_tensors(network.checkpoint(), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(network.config.to_hf(), indent=2) + "\n")
+    # No sampling defaults: engines differ in whether they apply them, and requests here say what they want.
     generation = {
         "eos_token_id": [IM_END_ID, END_OF_TEXT_ID],
         "pad_token_id": END_OF_TEXT_ID,
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_p": 0.9,
     }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
