@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from sparkinfer_containers import cli, ship
-from sparkinfer_containers.image.run import Container
+from sparkinfer_containers.image.run import Container, command
 from sparkinfer_containers.loopback import registry
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.verify.cli import main as verify
@@ -158,6 +158,14 @@ def test_image_without_a_model_says_what_to_do(pulled: Path, tmp_path: Path) -> 
     with Container(pulled, (pulled / "digest").read_text(), log) as container:
         assert container.process.wait(60) == 2
     assert "mount one" in log.read_text()
+
+
+def test_command_in_the_image(pulled: Path) -> None:
+    """`docker exec NAME sparkinfer doctor`: the container's own variables do not get in the engine's way."""
+    listed = command(pulled, (pulled / "digest").read_text(), entrypoint=["/usr/local/bin/sparkinfer", "doctor"])
+    done = subprocess.run(listed, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "packages      all there" in done.stdout
 
 
 def test_root_of_the_image_holds_no_secret_of_the_build(pulled: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from sparkinfer.errors import ConfigError
 from sparkinfer.identity import file_sha256
 from sparkinfer_containers import statements
+from sparkinfer_containers.entrypoint import OWN
 from sparkinfer_containers.image import debs, rootfs, sbom, tools, wheels
 from sparkinfer_containers.image.settings import Recipe
 from sparkinfer_containers.oci.layers import write_layer
@@ -23,7 +24,11 @@ LIBRARY = "opt/sparkinfer/lib"
 PORT = 8000
 HEAVY = ("torch", "torchgen", "functorch", "triton", "nvidia")
 """Top-level packages that get a layer of their own: they change with torch only."""
-WRAPPER = '#!/bin/sh\nexec /usr/bin/python3 -m sparkinfer.cli "$@"\n'
+WRAPPER = f"""#!/bin/sh
+# The engine refuses unknown SPARKINFER_ variables; these are the container's own.
+unset {" ".join(OWN)}
+exec /usr/bin/python3 -m sparkinfer.cli "$@"
+"""
 
 
 @dataclass(frozen=True, slots=True)
