@@ -16,6 +16,7 @@ include: "workflow/rules/sweep.smk"
 include: "workflow/rules/arrivals.smk"
 include: "workflow/rules/checks.smk"
 include: "workflow/rules/report.smk"
+include: "workflow/rules/container.smk"
 
 
 localrules:
