@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sparkinfer.scheduling.invariants import IntegrityError
-from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, SamplingParams
 
 from .agreement import Agreement, compare, excused, worst
 from .check_program import CheckRow, NotApplicable, parser, run
@@ -160,17 +160,23 @@ def check_cancelled(bench: Bench, judge: Judge) -> None:
     judge.agree("the twin of a cancelled one", [(bench.cold(prompt, sampling), session.results[other.id])])
 
 
-def check_preempted(bench: Bench, judge: Judge) -> None:
-    """A crowd on too few KV blocks, twice, with one step in flight and with two; evicted KV moves to the host."""
-    length = min(bench.longest, 256)
-    # Three long requests fill the pool before they end.
-    blocks = -(-length // KV_BLOCK_TOKENS) + 6
-    stems = [bench.tokens(length) for _ in range(2)]
+def crowd(bench: Bench) -> list[tuple[list[int], SamplingParams]]:
+    """Ten requests with shared beginnings of several lengths, greedy and seeded."""
+    stems = [bench.tokens(120) for _ in range(2)]
     load = []
     for number in range(10):
         shared = stems[number % 2][: (40, 64, 96, 120)[number % 4]]
         prompt = shared + bench.tokens((0, 1, 15, 30)[number // 2 % 4])
         load.append((prompt, bench.sampling((60, 20, 50)[number % 3], number)))
+    return load
+
+
+def check_preempted(bench: Bench, judge: Judge) -> None:
+    """A crowd on too few KV blocks, twice, with one step in flight and with two; evicted KV moves to the host."""
+    length = min(bench.longest, 256)
+    # Three long requests fill the pool before they end.
+    blocks = -(-length // KV_BLOCK_TOKENS) + 6
+    load = crowd(bench)
     cold = [bench.cold(prompt, sampling) for prompt, sampling in load]
 
     def requests() -> list[Request]:
@@ -193,7 +199,7 @@ def check_preempted(bench: Bench, judge: Judge) -> None:
 
 
 def calibrate(bench: Bench) -> float:
-    """The tolerance in nats: how far answers differ when prompts are cut into chunks of 48 tokens, no cache."""
+    """The tolerance in nats, from runs without any cache: prompts cut into chunks of 48 tokens, and a crowd."""
     found: list[Agreement] = []
     for number, (_, length) in enumerate(lengths(bench.longest)):
         if length > 48:
@@ -201,6 +207,11 @@ def calibrate(bench: Bench) -> float:
             session = bench.session(num_snapshots=0, prefill_chunk=48, mixed_chunk=0, chunk_align=16)
             cut = session.run([bench.request(prompt, sampling)])[0]
             found.append(compare(bench.cold(prompt, sampling).answer, cut.answer))
+    load = crowd(bench)
+    session = bench.session(num_snapshots=0)
+    results = session.run([bench.request(prompt, sampling) for prompt, sampling in load], gap=1)
+    for (prompt, sampling), result in zip(load, results, strict=True):
+        found.append(compare(bench.cold(prompt, sampling).answer, result.answer))
     return max(LEAST_TOLERANCE, SAFETY * worst(found))
 
 

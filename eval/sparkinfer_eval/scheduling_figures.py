@@ -1,0 +1,347 @@
+"""Figures about scheduling, each measured against the goal it was built for, with machine, versions and command.
+
+- cost of `schedule` and `commit` per step at 32 and 1,000 running requests (no model);
+- time to first token of a long shared prompt, cold and from the prefix cache, over HTTP;
+- mixed steps on and off: throughput and TTFT of the CPU cells, over HTTP, both servers up, in alternating order;
+- a burst of 32 prompts: prompts per second, packed and one by one, on the engine's core without HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime as dt
+import itertools
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sparkinfer
+from sparkinfer.engine.core import EngineCore
+from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
+from sparkinfer.identity import engine_digest, model_digest
+from sparkinfer.models.config import load_config
+from sparkinfer.runner.model_runner import ModelRunner
+from sparkinfer.scheduling.bench import measure
+from sparkinfer.scheduling.config import SchedulerConfig
+from sparkinfer.scheduling.types import Request, SamplingParams
+
+from . import launch, metrics, server_probe
+from .cells import Cell, load_cells, resolve_cells
+from .closed_loop import closed_loop
+from .corpus import TEXTS, read_text
+from .prompts import ChatCounter, cell_texts, fit, prompt_rows
+from .report.machine import machine_facts, source_facts
+
+SCHEMA = "sparkinfer/scheduling-figures/v1"
+PARTS = ("scheduler_cost", "prefix_hit", "mixing", "burst")
+SHARED_TOKENS = 8192
+PREFIX_REPEATS = 3
+BURST = 32
+BURST_REPEATS = 5
+BURST_TOKENS = (32, 128, 512)
+MIXING_CONCURRENCY = (4, 16, 32)
+LOST = 0.02
+"""Throughput that mixing may seem to lose: runs of one engine differ by about as much on a machine with two cores."""
+QUIET_LOAD = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure; `goal` None where it is only reported. `better` is `below` or `above`."""
+
+    part: str
+    name: str
+    value: float
+    unit: str
+    goal: float | None = None
+    better: str = "above"
+    note: str = ""
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the goal is met; None without one."""
+        if self.goal is None:
+            return None
+        return self.value <= self.goal if self.better == "below" else self.value >= self.goal
+
+
+def scheduler_cost(options: argparse.Namespace) -> list[Figure]:
+    """Microseconds per step, mean CPU time of the thread, in a steady closed loop of chats."""
+    figures = []
+    for requests, goal in ((32, 150.0), (1000, 1000.0)):
+        cost = measure(requests, options.steps)
+        walls = f"p50 {cost.p50_us:.0f}, p99 {cost.p99_us:.0f} us wall"
+        note = f"{walls}; decode-only steps {cost.decode_only_mean_cpu_us:.0f} us"
+        figures.append(
+            Figure(
+                "scheduler_cost", f"schedule + commit, {requests} requests", cost.mean_cpu_us, "us", goal, "below", note
+            )
+        )
+    return figures
+
+
+def prefix_hit(options: argparse.Namespace) -> list[Figure]:
+    """TTFT of requests with a shared system prompt: the first one, and later ones from the cache."""
+    counter = ChatCounter(options.model)
+    context = load_config(options.model).max_positions
+    if context < SHARED_TOKENS + 512:
+        raise ConfigError(
+            f"the model's context of {context} tokens is too short for a shared prompt of {SHARED_TOKENS}"
+        )
+    text = read_text(TEXTS[0])
+    flags = ["--device", options.device, "--dtype", options.dtype, "--max-model-len", str(SHARED_TOKENS + 512)]
+    cold, hits, cached = [], [], 0.0
+    with launch.served(options.model, flags, {"SPARKINFER_LOG_LEVEL": "warning"}) as url:
+        for repeat in range(PREFIX_REPEATS):
+            shared = _stretch(counter, text, repeat, SHARED_TOKENS)
+            rows = [_chat_row(f"{repeat}-{n}", f"{shared}\n\nQuestion {n}: what is said above?") for n in range(4)]
+            server_probe.reset_prefix_cache(url)
+            before = server_probe.prefix_hits(url) or 0.0
+            # The second request finds the shared blocks but no state at their end, and leaves one there.
+            times = [metrics.ttft_ms(closed_loop(url, options.model.name, [row], 1))[0] for row in rows]
+            cached += (server_probe.prefix_hits(url) or 0.0) - before
+            cold.append(times[0])
+            hits += times[2:]
+    slow, fast = statistics.median(cold), statistics.median(hits)
+    note = f"medians of {len(cold)} cold and {len(hits)} warm requests; {cached:.0f} tokens from the cache in all"
+    return [
+        Figure("prefix_hit", f"TTFT, {SHARED_TOKENS} shared tokens, cold", slow, "ms"),
+        Figure("prefix_hit", f"TTFT, {SHARED_TOKENS} shared tokens, cached", fast, "ms"),
+        Figure("prefix_hit", "cold / cached", slow / fast, "x", 10.0, "above", note),
+    ]
+
+
+def _stretch(counter: ChatCounter, text: str, number: int, tokens: int) -> str:
+    """Text of about that many tokens from the corpus's part `number`."""
+    size = 8 * tokens
+    begin = text.index("\n\n", number * size) + 2
+    found = fit(counter, text[begin : begin + size], tokens)
+    if found is None:
+        raise ConfigError(f"no stretch of the corpus has {tokens} tokens by this tokenizer")
+    return found
+
+
+def _chat_row(name: str, text: str) -> dict[str, Any]:
+    return {"session_id": name, "phase": "profiling", "text": text, "output_length": 4}
+
+
+def mixing(options: argparse.Namespace) -> list[Figure]:
+    """Every closed-loop CPU cell with several requests, mixing on against off."""
+    cells = resolve_cells(load_cells(options.cells), options.scale)
+    wanted = [cell for cell in cells.values() if cell.concurrency in MIXING_CONCURRENCY]
+    counter = ChatCounter(options.model)
+    longest = max(cell.longest for cell in wanted) + 32
+    flags = ["--device", options.device, "--dtype", options.dtype, "--max-model-len", str(longest)]
+    quiet = {"SPARKINFER_LOG_LEVEL": "warning"}
+    figures = []
+    with ExitStack() as stack:
+        urls = {
+            "on": stack.enter_context(launch.served(options.model, flags, quiet)),
+            "off": stack.enter_context(launch.served(options.model, flags, {**quiet, "SPARKINFER_MIXED_CHUNK": "0"})),
+        }
+        for number, cell in enumerate(wanted):
+            rows = prompt_rows(cell, *cell_texts(counter, cell, 1, 1, number, len(wanted)), 1, 1)
+            figures += _mixing_cell(cell, rows, urls, options)
+    return figures
+
+
+def _mixing_cell(
+    cell: Cell, rows: list[dict[str, Any]], urls: dict[str, str], options: argparse.Namespace
+) -> list[Figure]:
+    """One cell: pairs of runs in alternating order, ratios by pair."""
+    assert cell.concurrency is not None
+    measured: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
+    for repeat in range(options.repeats):
+        for name in ("on", "off") if repeat % 2 else ("off", "on"):
+            server_probe.reset_prefix_cache(urls[name])
+            part = [row for row in rows if row["phase"] == "profiling" or repeat == 0]
+            records = closed_loop(urls[name], options.model.name, part, cell.concurrency)
+            records = [record for record in records if record.phase == "profiling"]
+            ttft = metrics.percentile(metrics.ttft_ms(records), 50)
+            measured[name].append((metrics.output_tok_s(records), ttft))
+    pairs = list(zip(measured["on"], measured["off"], strict=True))
+    speed = [on[0] / off[0] for on, off in pairs]
+    wait = [on[1] / off[1] for on, off in pairs]
+    medians = {name: [statistics.median(v[i] for v in values) for i in (0, 1)] for name, values in measured.items()}
+    note = (
+        f"on {medians['on'][0]:.0f} tok/s, TTFT p50 {medians['on'][1]:.0f} ms; "
+        f"off {medians['off'][0]:.0f} tok/s, {medians['off'][1]:.0f} ms; median of {len(pairs)} pairs, "
+        f"ratios {min(speed):.3f}..{max(speed):.3f} and {min(wait):.3f}..{max(wait):.3f}"
+    )
+    few = cell.concurrency < 16
+    return [
+        Figure("mixing", f"{cell.id}: output tok/s, on / off", statistics.median(speed), "x", 1 - LOST, "above", note),
+        Figure("mixing", f"{cell.id}: TTFT p50, on / off", statistics.median(wait), "x", None if few else 1.0, "below"),
+    ]
+
+
+def burst(options: argparse.Namespace) -> list[Figure]:
+    """32 prompts that arrive together, to their first tokens: prompts per second, packed and one by one."""
+    config = load_config(options.model)
+    longest = min(config.max_positions, max(BURST_TOKENS) + 16)
+    blocks = BURST * -(-longest // 16)
+    runner = ModelRunner(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        max_num_seqs=BURST,
+        num_kv_blocks=blocks,
+        max_model_len=longest,
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def rate(tokens: int, packed: bool) -> float:
+        schedule = SchedulerConfig(
+            max_num_seqs=BURST,
+            num_kv_blocks=blocks,
+            max_model_len=longest,
+            pack_prefill=packed,
+            mixed_chunk=0,
+            is_moe=config.num_experts > 0,
+        )
+        core = EngineCore(runner, schedule)
+        prompts = torch.randint(0, config.vocab_size, (BURST, tokens), generator=generator).tolist()
+        begin = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            core.add(Request(f"r{number}", prompt, SamplingParams(1, temperature=0.0, ignore_eos=True)))
+        while core.has_work:
+            core.step()
+        return BURST / (time.perf_counter() - begin)
+
+    figures = []
+    for tokens in (t for t in BURST_TOKENS if t < longest):
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        for _, packed in itertools.product(range(1 + BURST_REPEATS), (True, False)):
+            rates[packed].append(rate(tokens, packed))
+        # The first round is a warm-up.
+        packed_rate, single_rate = (statistics.median(rates[kind][1:]) for kind in (True, False))
+        name = f"{BURST} prompts of {tokens} tokens"
+        figures += [
+            Figure("burst", f"{name}, packed", packed_rate, "prompts/s"),
+            Figure("burst", f"{name}, one by one", single_rate, "prompts/s"),
+            Figure("burst", f"{name}, packed / one by one", packed_rate / single_rate, "x"),
+        ]
+    return figures
+
+
+def document(options: argparse.Namespace, figures: Sequence[Figure], command: Sequence[str]) -> dict[str, Any]:
+    """Everything that is recorded."""
+    return {
+        "schema": SCHEMA,
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+        "machine": machine_facts(),
+        "load_average_before": options.load_before,
+        "source": source_facts(Path(__file__).resolve().parents[2]),
+        "versions": {"sparkinfer": sparkinfer.__version__, "python": platform.python_version(),
+                     "torch": str(torch.__version__)},
+        "engine_digest": engine_digest(),
+        "model": {"name": options.model.name, "digest": model_digest(options.model), "weights": options.weights},
+        "device": options.device,
+        "dtype": options.dtype,
+        "figures": [{**dataclasses.asdict(figure), "reached": figure.reached} for figure in figures],
+    }  # fmt: skip
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The record as a page."""
+    machine, versions, source = record["machine"], record["versions"], record["source"]
+    commit = f"{str(source['commit'])[:12]}{' with changes' if source['dirty'] else ''}"
+    lines = [
+        "# Scheduling figures",
+        "",
+        f"Measured {record['date']} on {machine.get('cpu_model') or 'an unnamed CPU'} ({record['device']}, "
+        f"{record['dtype']}), load average before: {record['load_average_before']:.2f}.",
+        f"sparkinfer {versions['sparkinfer']} ({record['engine_digest'][:19]}, commit {commit}), "
+        f"Python {versions['python']}, torch {versions['torch']}.",
+        f"Model: {record['model']['name']} ({record['model']['digest'][:19]}), {record['model']['weights']}.",
+        "",
+        "```",
+        record["command"],
+        "```",
+        "",
+        "| part | figure | value | goal | reached | note |",
+        "|---|---|---:|---:|---|---|",
+    ]
+    for figure in record["figures"]:
+        goal = "" if figure["goal"] is None else f"{'<=' if figure['better'] == 'below' else '>='} {figure['goal']:g}"
+        reached = {True: "yes", False: "**no**", None: ""}[figure["reached"]]
+        number = f"{figure['value']:.3g}" if figure["unit"] == "x" else f"{figure['value']:.1f}"
+        value = f"{number} {figure['unit']}"
+        lines.append(f"| {figure['part']} | {figure['name']} | {value} | {goal} | {reached} | {figure['note']} |")
+    lines += [
+        "",
+        f"Throughput counts as lost when it falls by more than {LOST:.0%}, what two runs of one engine differ by.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write(folder: Path, record: dict[str, Any]) -> None:
+    """`figures.json` and `figures.md`, each by rename."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("figures.json", json.dumps(record, indent=1) + "\n"), ("figures.md", markdown(record))):
+        temporary = folder / f".{name}.part"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder / name)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scheduling_figures.py", description="Measure and record the scheduling figures."
+    )
+    parser.add_argument("model", metavar="MODEL", type=Path, help="model folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder for figures.json and figures.md")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="default: all")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--weights", default="random weights", help="what the record says of the model (default %(default)s)"
+    )
+    parser.add_argument("--cells", type=Path, default=Path("config/cells.yaml"))
+    parser.add_argument("--scale", default="cpu")
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs for each cell (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of the scheduler's benchmark")
+    parser.add_argument("--busy", action="store_true", help="measure although other programs are running")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0 all goals reached, 1 one is not, 2 bad input, 3 environment."""
+    options = _options(arguments)
+    parts: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
+        "scheduler_cost": scheduler_cost, "prefix_hit": prefix_hit, "mixing": mixing, "burst": burst,
+    }  # fmt: skip
+    try:
+        options.load_before = os.getloadavg()[0]
+        if options.load_before > QUIET_LOAD and not options.busy:
+            raise EnvironmentProblem(
+                f"the load average is {options.load_before:.1f}: figures would be those of a busy machine; wait until "
+                f"it is below {QUIET_LOAD}, or give --busy"
+            )
+        load_config(options.model)
+        figures: list[Figure] = []
+        for name in options.parts:
+            found = parts[name](options)
+            figures += found
+            for figure in found:
+                print(f"{figure.name}: {figure.value:.3f} {figure.unit} {figure.note}", flush=True)
+        command = ["python", "eval/scheduling_figures.py", *(sys.argv[1:] if arguments is None else arguments)]
+        write(options.out, document(options, figures, command))
+    except SparkinferError as error:
+        print(f"scheduling_figures: {error}", file=sys.stderr)
+        return error.exit_code
+    missed = [figure.name for figure in figures if figure.reached is False]
+    print(f"{len(missed)} goals missed: {'; '.join(missed)}" if missed else "all goals reached")
+    return 1 if missed else 0
