@@ -153,7 +153,8 @@ def build(
     if output.exists():
         raise ConfigError(f"{output} exists: remove it or choose another --output")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=scratch or output.parent) as folder:
+    place = (scratch or output.parent).absolute()  # programs run in other folders
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=place) as folder:
         work = Path(folder)
         work.chmod(0o755)  # mmdebstrap's apt reads the packages as its own user
         made, record = work / "made", _build(recipe, repository, work, caches)

@@ -22,7 +22,7 @@ def rebuild(first: Path, repository: Path, caches: Caches, scratch: Path) -> lis
     record = Layout(first / "layout").image()
     said = json.loads((first / "image.json").read_text(encoding="utf-8"))
     scratch.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="rebuild-", dir=scratch))
+    folder = Path(tempfile.mkdtemp(prefix="rebuild-", dir=scratch.absolute()))
     folder.chmod(0o755)
     try:
         clone = folder / "another place" / "clone"
