@@ -42,7 +42,7 @@ def _caches(args: argparse.Namespace) -> build.Caches:
 def _build(args: argparse.Namespace) -> int:
     recipe = settings.load(args.repository, args.variant, args.name)
     start = time.monotonic()
-    record = build.build(recipe, args.repository.absolute(), args.output, _caches(args), args.scratch)
+    record = build.build(recipe, args.repository.absolute(), args.output, _caches(args), args.scratch, args.revision)
     print(f"{record['digest']}  {record['reference']}  built in {time.monotonic() - start:.0f} s")
     for layer in record["layers"]:
         print(f"  {layer['size'] / 1e6:8.1f} MB  {layer['name']}")
@@ -253,6 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--variant", choices=("cpu", "cuda13"), default="cpu")
     made.add_argument("--name", help=f"image name [{settings.NAME_SETTING}]")
     made.add_argument("--output", type=_path, required=True)
+    made.add_argument("--revision", default="HEAD", help="commit whose files go in (default: %(default)s)")
     made = add("relock", _relock, "take the present package versions into containers/locks/", cached)
     made.add_argument("variants", nargs="*", default=["cpu", "cuda13"])
     made = add("rebuild-check", _rebuild_check, "build again elsewhere and compare bit by bit", cached)

@@ -29,7 +29,8 @@ rule container_image:
         run=CONTAINERS,
     shell:
         "rm -rf {params.folder};"
-        " {params.run} build --variant {wildcards.variant} --output {params.folder} > {log} 2>&1"
+        " {params.run} build --variant {wildcards.variant} --revision {wildcards.commit}"
+        " --output {params.folder} > {log} 2>&1"
         " && cp {params.folder}/image.json {output}"
 
 

@@ -143,9 +143,17 @@ def _dependencies(
 
 
 def build(
-    recipe: Recipe, repository: Path, output: Path, caches: Caches, scratch: Path | None = None
+    recipe: Recipe,
+    repository: Path,
+    output: Path,
+    caches: Caches,
+    scratch: Path | None = None,
+    revision: str = "HEAD",
 ) -> dict[str, Any]:
     """Build the image into the new folder `output`: `layout/`, `image.json`, `provenance.json`, `sbom.json`.
+
+    The project's own files are those of `revision`; recipe and locks are the working tree's, and their digests are in
+    the provenance.
 
     Returns the content of image.json. Raises ConfigError when `output` exists; EnvironmentProblem when a package or a
     program is missing. The folder appears by rename, complete.
@@ -157,19 +165,19 @@ def build(
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=place) as folder:
         work = Path(folder)
         work.chmod(0o755)  # mmdebstrap's apt reads the packages as its own user
-        made, record = work / "made", _build(recipe, repository, work, caches)
+        made, record = work / "made", _build(recipe, repository, revision, work, caches)
         (made / "image.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         shutil.move(made, output)
     return record
 
 
-def _build(recipe: Recipe, repository: Path, work: Path, caches: Caches) -> dict[str, Any]:
+def _build(recipe: Recipe, repository: Path, revision: str, work: Path, caches: Caches) -> dict[str, Any]:
     lock = debs.DebianLock.read(recipe.debian_lock)
     deb_files = debs.fetch(lock, caches.debs)
     wheel_files = wheels.fetch(recipe, caches.wheels)
     locked = wheels.read_lock(recipe.python_lock)
-    commit, created = wheels.commit_of(repository)
-    project = wheels.project_wheel(repository, recipe.epoch, work)
+    commit, created = wheels.commit_of(repository, revision)
+    project = wheels.project_wheel(repository, commit, recipe.epoch, work)
     heavy, site, omitted = _python_trees(recipe, wheel_files, work)
     layout = Layout.create(work / "made" / "layout")
     layers: list[tuple[str, Descriptor]] = []

@@ -120,20 +120,20 @@ def omit(target: Path, patterns: dict[str, str]) -> dict[str, str]:
     return gone
 
 
-def commit_of(repository: Path) -> tuple[str, int]:
-    """Commit id and commit time (unix seconds) of the checkout's HEAD."""
-    shown = run([need("git"), "-C", str(repository), "show", "-s", "--format=%H %ct", "HEAD"]).split()
+def commit_of(repository: Path, revision: str = "HEAD") -> tuple[str, int]:
+    """Commit id and commit time (unix seconds) of a revision of the checkout."""
+    shown = run([need("git"), "-C", str(repository), "show", "-s", "--format=%H %ct", revision, "--"]).split()
     return shown[0], int(shown[1])
 
 
-def project_wheel(repository: Path, epoch: int, work: Path) -> Path:
-    """The project's wheel, built from the committed files of HEAD: nothing of the working tree gets in."""
+def project_wheel(repository: Path, commit: str, epoch: int, work: Path) -> Path:
+    """The project's wheel, built from the files of a commit: nothing of the working tree gets in."""
     source, output = work / "source", work / "wheel"
     source.mkdir(parents=True)
     archive = work / "source.tar"
-    listed = run([need("git"), "-C", str(repository), "ls-tree", "--name-only", "HEAD"]).splitlines()
+    listed = run([need("git"), "-C", str(repository), "ls-tree", "--name-only", commit]).splitlines()
     parts = [part for part in SOURCES if part in listed]
-    run(["git", "-C", str(repository), "archive", f"--output={archive}", "HEAD", "--", *parts])
+    run(["git", "-C", str(repository), "archive", f"--output={archive}", commit, "--", *parts])
     run([need("tar"), "-xf", str(archive), "-C", str(source)])
     command = [*_pip(), "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", f"--wheel-dir={output}", "."]
     run(command, cwd=source, extra={"SOURCE_DATE_EPOCH": str(epoch), "PYTHONHASHSEED": "0"})
