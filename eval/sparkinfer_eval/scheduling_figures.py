@@ -46,6 +46,8 @@ from .report.machine import machine_facts, source_facts
 
 SCHEMA = "sparkinfer/scheduling-figures/v1"
 PARTS = ("scheduler_cost", "prefix_hit", "mixing", "burst")
+STEP_GOALS = ((32, 150.0), (1000, 1000.0))
+"""(running requests, microseconds per step)."""
 SHARED_TOKENS = 8192
 PREFIX_REPEATS = 3
 BURST = 32
@@ -80,7 +82,7 @@ class Figure:
 def scheduler_cost(options: argparse.Namespace) -> list[Figure]:
     """Microseconds per step, mean CPU time of the thread, in a steady closed loop of chats."""
     figures = []
-    for requests, goal in ((32, 150.0), (1000, 1000.0)):
+    for requests, goal in STEP_GOALS:
         cost = measure(requests, options.steps)
         walls = f"p50 {cost.p50_us:.0f}, p99 {cost.p99_us:.0f} us wall"
         note = f"{walls}; decode-only steps {cost.decode_only_mean_cpu_us:.0f} us"

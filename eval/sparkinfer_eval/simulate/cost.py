@@ -60,17 +60,24 @@ def nnls(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return x
 
 
-def fit_linear(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Non-negative coefficients of `seconds` in the feature rows, with relative errors weighed alike."""
+def fit_linear(
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], groups: Sequence[bool] | None = None
+) -> list[float]:
+    """Non-negative coefficients of `seconds` in the feature rows, with relative errors weighed alike.
+
+    `groups` tells two kinds of rows apart, which then count the same however many there are of each.
+    """
     a, b = matrix(rows), np.asarray(seconds, dtype=np.float64)
     # Features differ by orders of magnitude: columns of length 1 keep the sums well conditioned.
     scale = np.maximum(np.abs(a).max(axis=0), 1e-12)
-    weights = np.ones(len(b))
+    kind = np.zeros(len(b), dtype=int) if groups is None else np.asarray(groups, dtype=int)
+    share = 1.0 / np.sqrt(np.bincount(kind, minlength=2)[kind])
+    weights = share
     x = np.zeros(a.shape[1])
     floor = max(float(np.median(b)) * 0.1, 1e-6)
     for _ in range(ROUNDS):
         x = nnls(a / scale * weights[:, None], b * weights) / scale
-        weights = 1.0 / np.maximum(a @ x, floor)
+        weights = share / np.maximum(a @ x, floor)
     return [float(value) for value in x]
 
 
@@ -81,7 +88,7 @@ class Host:
     `ingest`: from a request's start to its arrival in the idle engine. `front`: least time between the arrivals of
     two requests (the server reads and tokenises one after the other). `egress`: from the end of a pass to the token's
     arrival at the client. `issue`: between the first requests of a closed loop; `think`: from an answer's end to the
-    next request of that loop, and what it grows by for each further request in flight.
+    next request of that loop; `spacing`: least time between two such requests, since answers end together.
     """
 
     ingest: float = 0.0
@@ -89,7 +96,7 @@ class Host:
     egress: float = 0.0
     issue: float = 0.0
     think: float = 0.0
-    think_per_request: float = 0.0
+    spacing: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +138,9 @@ def fit(steps: Sequence[Sequence[Step]], host: Host, scheduler: SchedulerConfig,
         raise ConfigError(
             f"{len(all_steps)} steps are too few to fit a cost model from: record a load of at least {FEWEST_STEPS}"
         )
-    passes = fit_linear([pass_features(s.line) for s in all_steps], [s.seconds for s in all_steps])
+    # Few steps carry prompts, but they are all that the time to the first token consists of.
+    carries = [bool(s.line.get("p")) for s in all_steps]
+    passes = fit_linear([pass_features(s.line) for s in all_steps], [s.seconds for s in all_steps], carries)
     rows, gaps = [], []
     for stretch in steps:
         for step, following in itertools.pairwise(stretch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ from ..records import Record, read_records, read_result
 from .cost import Costs, Host, fit
 from .steps import Step, Trace, read_trace
 
+IDLE_S = 0.002
+"""An engine that has finished its last step for longer than this was idle."""
+FEWEST_LONE = 3
+TOGETHER_S = 0.001
+"""Answers that end within this time end with the same step."""
 FIT_CELLS = ("*-c1", "*-c32")
 """The least and the largest load; what lies between, and the open-loop cells, are then predicted."""
 
@@ -96,13 +102,20 @@ def arrivals(steps: Sequence[Step]) -> list[tuple[float, Step]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
-def _think(one: CellRun) -> float | None:
-    """Median seconds from an answer's end to the next request, by order; None when all went out at once."""
+def _turns(one: CellRun) -> tuple[list[float], list[float]]:
+    """From an answer's end to the next request of a closed loop, by order, in seconds: where the answer ended alone,
+    and, where answers ended together, from one of their next requests to the following one."""
     concurrency = one.cell.concurrency or 0
-    starts = [r.start_ns for r in one.records][concurrency:]
-    ends = sorted(r.end_ns for r in one.records)
-    waits = [(start - end) / 1e9 for start, end in zip(starts, ends, strict=False)]
-    return max(0.0, statistics.median(waits)) if waits else None
+    starts = [r.start_ns / 1e9 for r in one.records][concurrency:]
+    ends = sorted(r.end_ns / 1e9 for r in one.records)
+    think, spacing = [], []
+    for number, (start, end) in enumerate(zip(starts, ends, strict=False)):
+        gap = end - ends[number - 1] if number else TOGETHER_S * 10
+        if gap > TOGETHER_S * 5:
+            think.append(start - end)
+        elif gap < TOGETHER_S:
+            spacing.append(start - starts[number - 1])
+    return think, spacing
 
 
 def _issue(one: CellRun) -> float | None:
@@ -113,39 +126,55 @@ def _issue(one: CellRun) -> float | None:
     return (one.records[concurrency - 1].start_ns - one.records[0].start_ns) / 1e9 / (concurrency - 1)
 
 
-def measure_host(cells: Sequence[CellRun]) -> Host:
-    """The costs around the engine, from requests that were alone and from the loops' beginnings.
+def lone_requests(one: CellRun) -> list[tuple[Record, float, Step]]:
+    """(record, arrival in the engine, step of its first chunk) of the requests that found the engine idle.
 
-    Raises ConfigError without a cell of concurrency 1: only there is an arrival not hidden behind a step.
+    A busy engine reads its messages between two steps, so that an arrival there says nothing of the way to it. Records
+    and arrivals are matched by order.
+    """
+    begun = arrivals(one.steps)
+    if len(begun) != len(one.records):
+        return []
+    ends = [step.end_s for step in one.steps]
+    found = []
+    for record, (arrival, step) in zip(one.records, begun, strict=True):
+        before = bisect.bisect_left(ends, arrival)
+        if before == 0 or arrival - ends[before - 1] > IDLE_S:
+            found.append((record, arrival, step))
+    return found
+
+
+def measure_host(cells: Sequence[CellRun]) -> Host:
+    """The costs around the engine, from requests that found it idle and from the loops' beginnings.
+
+    Raises ConfigError when hardly any did: a cell of concurrency 1, or one of few arrivals, has them.
     """
     ingest, egress = [], []
-    think: dict[int, list[float]] = {}
+    think: list[float] = []
+    spacing: list[float] = []
     for one in cells:
-        concurrency = one.cell.concurrency or 0
-        if concurrency and (seconds := _think(one)) is not None:
-            think.setdefault(concurrency, []).append(seconds)
-        begun = arrivals(one.steps)
-        if concurrency != 1 or len(begun) != len(one.records):
-            continue
-        for record, (arrival, step) in zip(one.records, begun, strict=True):
+        if one.cell.concurrency:
+            alone, together = _turns(one)
+            think += alone
+            spacing += together
+        for record, arrival, step in lone_requests(one):
             ingest.append(arrival - record.start_ns / 1e9)
-            if record.first_token_ns is not None:
+            if record.first_token_ns is not None and len(step.line["p"]) == 1:
                 egress.append(record.first_token_ns / 1e9 - step.end_s)
-    if not ingest or not egress:
-        raise ConfigError("the cells to fit from hold none of concurrency 1: add one, for the costs around the engine")
+    if len(ingest) < FEWEST_LONE or not egress:
+        raise ConfigError(
+            "hardly any request of the cells to fit from found the engine idle: add a cell of concurrency 1, for the "
+            "costs around the engine"
+        )
     issues = [seconds for one in cells if (seconds := _issue(one)) is not None]
     issue = statistics.median(issues) if issues else 0.0
-    loads = sorted(think)
-    alone = statistics.median(think[loads[0]]) if loads else 0.0
-    most = statistics.median(think[loads[-1]]) if loads else 0.0
-    slope = max(0.0, most - alone) / (loads[-1] - loads[0]) if len(loads) > 1 else 0.0
     return Host(
         ingest=max(0.0, statistics.median(ingest)),
         front=issue,
         egress=max(0.0, statistics.median(egress)),
         issue=issue,
-        think=alone,
-        think_per_request=slope,
+        think=max(0.0, statistics.median(think)) if think else 0.0,
+        spacing=max(0.0, statistics.median(spacing)) if spacing else 0.0,
     )
 
 

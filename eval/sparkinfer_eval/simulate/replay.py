@@ -51,7 +51,7 @@ class Simulation:
         self._arrivals: list[tuple[float, int]] = []
         """(arrival in the engine, request number), a heap."""
         self._clients: dict[int, _Client] = {}
-        self._front_free_s = -1e9
+        self._front_free_s = self._client_free_s = -1e9
         self._next = 0
         self._decode_rows = 0
 
@@ -109,7 +109,8 @@ class Simulation:
             client = self._clients[int(update.request.id)]
             client.token_s.append(end + host.egress)
             if update.finish_reason is not None and load.concurrency:
-                self._send(client.token_s[-1] + host.think + host.think_per_request * (load.concurrency - 1))
+                self._client_free_s = max(client.token_s[-1] + host.think, self._client_free_s + host.spacing)
+                self._send(self._client_free_s)
         return free
 
     def _record(self, client: _Client) -> Record:

@@ -17,8 +17,11 @@ from sparkinfer.scheduling.types import StepPlan
 
 PASS_FEATURES = (
     "pass", "decode rows", "decode context (1k tokens)", "prompts", "prompt tokens", "prompt attention (1k pairs)",
-    "prompt pass", "restores", "checkpoints", "KV moves", "seeded rows", "logprob rows",
+    "prompt chunks", "longest prompt's chunks", "prompt pass", "restores", "checkpoints", "KV moves",
+    "seeded rows", "logprob rows",
 )  # fmt: skip
+CHUNK = 64
+"""Tokens that the scan of linear attention takes at once; a shorter rest costs as much."""
 HOST_FEATURES = ("step", "tokens", "prompts begun")
 
 
@@ -90,6 +93,7 @@ def pass_features(line: dict[str, Any]) -> list[float]:
     """
     prompts = line.get("p", ())
     pairs = sum(start * length + length * length / 2 for start, length, _ in prompts)
+    chunks = [-(-length // CHUNK) for _, length, _ in prompts]
     return [
         1.0,
         line["d"],
@@ -97,6 +101,9 @@ def pass_features(line: dict[str, Any]) -> list[float]:
         len(prompts),
         sum(length for _, length, _ in prompts),
         pairs / 1e3,
+        sum(chunks),
+        # Scans of different prompts run side by side, the chunks of one follow one another.
+        max(chunks, default=0),
         float(bool(prompts)),
         line.get("r", 0),
         line.get("c", 0),
