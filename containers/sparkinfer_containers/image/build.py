@@ -190,6 +190,7 @@ def _build(recipe: Recipe, repository: Path, revision: str, work: Path, caches: 
         ("sparkinfer", _project_tree(project, recipe, work), ""),
     ):
         write_layer(tar, tree, prefix, recipe.epoch)
+        shutil.rmtree(tree)  # the CUDA variant's trees and layers together would not fit on a hosted runner
         layers.append((name, layout.add_file(LAYER, tar)))
     stored = layout.add(CONFIG, canonical(config(recipe, layers, commit, created)))
     manifest = {

@@ -92,7 +92,8 @@ def install(recipe: Recipe, files: dict[str, Path], target: Path, work: Path) ->
     lock = work / "wheels.txt"
     lock.write_text("".join(f"{path}\n" for _, path in sorted(files.items())), encoding="utf-8")
     command = [*_pip(), "install", "--no-compile", "--no-deps", "--no-index", f"--target={target}"]
-    run([*command, "--ignore-requires-python", *_target_options(recipe), f"--requirement={lock}"])
+    options = ["--ignore-requires-python", *_target_options(recipe), f"--requirement={lock}"]
+    run([*command, *options], extra={"TMPDIR": str(work)})  # pip unpacks there first
     shutil.rmtree(target / "bin", ignore_errors=True)
     for record in target.glob("*.dist-info/RECORD"):
         kept = [line for line in record.read_text().splitlines() if not line.startswith(("../", "bin/"))]
