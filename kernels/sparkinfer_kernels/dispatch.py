@@ -11,6 +11,7 @@ import torch
 from sparkinfer_kernels.attention import reference as attention
 from sparkinfer_kernels.causal_conv1d import reference as conv
 from sparkinfer_kernels.gated_delta_rule import reference as gdn
+from sparkinfer_kernels.linear import reference as projection
 from sparkinfer_kernels.moe import reference as moe
 from sparkinfer_kernels.rms_norm import reference as norm
 from sparkinfer_kernels.rotary import reference as rotary
@@ -24,6 +25,8 @@ class Ops:
     """A table of operations; each has the contract of the function of that name in `<op>/reference.py`."""
 
     backend: str
+    pack_linear: Op
+    linear: Op
     rms_norm: Op
     add_rms_norm: Op
     gated_rms_norm: Op
@@ -47,6 +50,8 @@ def torch_ops() -> Ops:
     """The plain torch table, right on every device and the hot path on CPU."""
     return Ops(
         backend="torch",
+        pack_linear=projection.pack_linear,
+        linear=projection.linear,
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         gated_rms_norm=norm.gated_rms_norm,

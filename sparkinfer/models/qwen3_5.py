@@ -77,8 +77,8 @@ class Caches:
 class Weights:
     """Takes tensors from a source and brings them to the model's device and dtype."""
 
-    def __init__(self, source: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
-        self.source, self.device, self.dtype = source, device, dtype
+    def __init__(self, source: WeightSource, device: torch.device, dtype: torch.dtype, ops: Ops) -> None:
+        self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
         """A matrix in the model's dtype."""
@@ -93,12 +93,12 @@ class Weights:
         return self.fp32(name, size) + 1.0
 
     def linear(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """A projection as [in, out], the layout in which a product with few rows reads memory in order."""
-        return self.get(name, rows, columns).t().contiguous()
+        """A projection [out, in], laid out for `ops.linear`."""
+        return self.ops.pack_linear(self.get(name, rows, columns))
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int) -> torch.Tensor:
-        """Projections of the same input side by side: [in, sum of outs]."""
-        return torch.cat([self.get(name, rows, columns) for name, rows in parts]).t().contiguous()
+        """Projections of the same input as one: [sum of outs, in], laid out for `ops.linear`."""
+        return self.ops.pack_linear(torch.cat([self.get(name, rows, columns) for name, rows in parts]))
 
 
 class GatedDeltaNet:
@@ -126,7 +126,7 @@ class GatedDeltaNet:
 
     def __call__(self, x: torch.Tensor, batch: Batch, caches: Caches) -> torch.Tensor:
         """[T, H] to [T, H]; advances the states and windows of all requests of the pass."""
-        qkv, z, b, a = (x @ self.in_proj).split(self.sizes, dim=-1)
+        qkv, z, b, a = self.ops.linear(x, self.in_proj).split(self.sizes, dim=-1)
         g, beta = self.ops.decay_and_beta(b, a, self.neg_exp_a_log, self.dt_bias)
         n = batch.num_decode
         parts = []
@@ -136,7 +136,7 @@ class GatedDeltaNet:
             parts.append(self._prefill(qkv[n:], g[n:], beta[n:], batch.prefill, caches))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         out = self.ops.gated_rms_norm(out, z.unflatten(-1, (self.value_heads, self.dv)), self.norm, self.eps)
-        return out.flatten(1) @ self.out_proj
+        return self.ops.linear(out.flatten(1), self.out_proj)
 
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries with keys [T, 2 * Hk, K], normalised, and values [T, Hv, V] out of the convolution's channels."""
@@ -180,7 +180,7 @@ class Attention:
         query, gate = q_gate.view(self.heads, 2, self.d, hidden).unbind(1)
         key = weights.get(f"{prefix}k_proj.weight", self.kv_heads * self.d, hidden)
         value = weights.get(f"{prefix}v_proj.weight", self.kv_heads * self.d, hidden)
-        self.in_proj = torch.cat([query.reshape(-1, hidden), key, gate.reshape(-1, hidden), value]).t().contiguous()
+        self.in_proj = ops.pack_linear(torch.cat([query.reshape(-1, hidden), key, gate.reshape(-1, hidden), value]))
         self.sizes = [(self.heads + self.kv_heads) * self.d, self.heads * self.d, self.kv_heads * self.d]
         q_norm = weights.norm1(f"{prefix}q_norm.weight", self.d).expand(self.heads, -1)
         k_norm = weights.norm1(f"{prefix}k_norm.weight", self.d).expand(self.kv_heads, -1)
@@ -191,7 +191,7 @@ class Attention:
         self, x: torch.Tensor, batch: Batch, caches: Caches, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         """[T, H] to [T, H]; stores the pass's keys and values. cos and sin are the tokens' [T, 1, rot / 2]."""
-        qk, gate, v = (x @ self.in_proj).split(self.sizes, dim=-1)
+        qk, gate, v = self.ops.linear(x, self.in_proj).split(self.sizes, dim=-1)
         qk = self.ops.qk_norm_rotary(qk.unflatten(-1, (-1, self.d)), self.norm1, cos, sin, self.eps)
         q, k = qk.split((self.heads, self.kv_heads), dim=1)
         v = v.unflatten(-1, (self.kv_heads, self.d))
@@ -205,7 +205,7 @@ class Attention:
             spans = batch.prefill.spans
             parts.append(self.ops.attention_prefill(q[n:], k[n:], v[n:], k_cache, v_cache, spans, scale))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.flatten(1).mul_(torch.sigmoid(gate)) @ self.o_proj
+        return self.ops.linear(out.flatten(1).mul_(torch.sigmoid(gate)), self.o_proj)
 
 
 class DenseMlp:
@@ -219,7 +219,7 @@ class DenseMlp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] to [T, H]."""
-        return self.ops.swiglu(x @ self.gate_up) @ self.down
+        return self.ops.linear(self.ops.swiglu(self.ops.linear(x, self.gate_up)), self.down)
 
 
 class MoeMlp:
@@ -246,9 +246,9 @@ class MoeMlp:
         down = torch.empty(count, inner, hidden, dtype=weights.dtype, device=weights.device)
         for expert in range(count):
             one = f"{prefix}{expert}."
-            gate_up[expert, :, :inner] = weights.linear(f"{one}gate_proj.weight", inner, hidden)
-            gate_up[expert, :, inner:] = weights.linear(f"{one}up_proj.weight", inner, hidden)
-            down[expert] = weights.linear(f"{one}down_proj.weight", hidden, inner)
+            gate_up[expert, :, :inner] = weights.get(f"{one}gate_proj.weight", inner, hidden).t()
+            gate_up[expert, :, inner:] = weights.get(f"{one}up_proj.weight", inner, hidden).t()
+            down[expert] = weights.get(f"{one}down_proj.weight", hidden, inner).t()
         return gate_up, down
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -285,7 +285,7 @@ class Qwen35Model:
             CheckpointError: naming the tensor that is missing, misshapen or left over.
         """
         self.config, self.ops, self.eps = config, ops, config.rms_norm_eps
-        weights = Weights(source, device, dtype)
+        weights = Weights(source, device, dtype, ops)
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = weights.get("model.embed_tokens.weight", vocab, hidden)
         tied = config.tie_word_embeddings
@@ -336,4 +336,4 @@ class Qwen35Model:
             x = layer.mlp(x)
             following = self.norm1 if number == last else self.layers[number + 1].norm1_mixer
             x, residual = self.ops.add_rms_norm(x, residual, following, self.eps)
-        return (x @ self.lm_head).float()
+        return self.ops.linear(x, self.lm_head).float()

@@ -88,7 +88,7 @@ class BatchBuilder:
         decode = sorted((row for row in plan.rows if row.is_decode), key=lambda row: row.slot)
         prefill = [row for row in plan.rows if not row.is_decode]
         if len(prefill) > 1:
-            prefill.sort(key=lambda row: -num_chunks(row.start, row.length, [c.position for c in row.checkpoints]))
+            prefill.sort(key=lambda row: -num_chunks(row.start, row.length))
         before, after, fresh, restores = [], [], [], []
         for row in plan.rows:
             _check(row)

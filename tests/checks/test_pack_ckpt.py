@@ -47,15 +47,16 @@ def swapped_scatter(starts, lengths, cuts, device):
     return layout
 
 
-def late_save(starts, lengths, cuts, device):
-    """Plants an off-by-one: in a pack the checkpoint is taken one chunk late."""
+def early_save(starts, lengths, cuts, device):
+    """Plants an off-by-one: in a pack the checkpoint is taken one token early."""
     layout = gdn.chunk_layout(starts, lengths, cuts, device)
     if len(lengths) > 1:
-        layout.saves.insert(0, layout.saves.pop())
+        for saves in layout.saves:
+            saves[:] = [(row, save, max(1, tokens - 1)) for row, save, tokens in saves]
     return layout
 
 
-@pytest.mark.parametrize("fault", [swapped_scatter, late_save])
+@pytest.mark.parametrize("fault", [swapped_scatter, early_save])
 def test_a_planted_layout_fault_is_caught(models, monkeypatch, capsys, fault):
     monkeypatch.setattr(runner_batch, "chunk_layout", fault)
     assert pack_ckpt.main([str(models / "dense"), "--dtype", "float32"]) == 1

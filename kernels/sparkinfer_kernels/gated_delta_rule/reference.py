@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-CHUNK = 64
+CHUNK = 32
 """Tokens per chunk. Chunks are cut at multiples of it in the request's own positions, and at checkpoints."""
 
 
@@ -40,71 +40,67 @@ class ChunkLayout:
     """[N * CHUNK, 1] bool: true where no token stands; None when every chunk is full."""
     steps: list[tuple[int, int]]
     """First and last-plus-one chunk of every chunk number."""
-    saves: list[list[tuple[int, int]]]
-    """By chunk number: (sequence, save number) of the states wanted after that chunk."""
+    saves: list[list[tuple[int, int, int]]]
+    """By chunk number: (sequence, save number, n) of the states wanted after the chunk's first n tokens."""
 
 
-def num_chunks(start: int, length: int, cuts: Sequence[int] = ()) -> int:
-    """Chunks of a sequence that computes positions [start, start + length) and is cut at positions `cuts`."""
-    stop = start + length
-    inner = sum(1 for cut in set(cuts) if start < cut < stop and cut % CHUNK)
-    return (stop - 1) // CHUNK - start // CHUNK + 1 + inner
+def num_chunks(start: int, length: int) -> int:
+    """Chunks of a sequence that computes positions [start, start + length)."""
+    return (start + length - 1) // CHUNK - start // CHUNK + 1
 
 
 def chunk_layout(
-    starts: Sequence[int], lengths: Sequence[int], cuts: Sequence[Sequence[int]], device: torch.device
+    starts: Sequence[int], lengths: Sequence[int], saves: Sequence[Sequence[int]], device: torch.device
 ) -> ChunkLayout:
     """Lay packed sequences out in chunks.
 
     Args:
         starts: first position of each sequence's share.
         lengths: tokens of each share, at least 1.
-        cuts: for each sequence the positions in (start, start + length] whose state is wanted, ascending; they are
-            numbered through all sequences in order.
+        saves: for each sequence the positions in (start, start + length] whose state is wanted, ascending; they are
+            numbered through all sequences in order. They cut no chunk.
         device: where the index tensors go.
 
     Raises:
         ValueError: if sequences do not come longest (in chunks) first.
     """
     first_token, size, number = [], [], []
-    saves_at: list[tuple[int, int, int]] = []
+    saves_at: list[tuple[int, int, int, int]] = []
     counts = []
-    token = save = 0
-    for row, (start, length, wanted) in enumerate(zip(starts, lengths, cuts, strict=True)):
+    token = 0
+    for row, (start, length, wanted) in enumerate(zip(starts, lengths, saves, strict=True)):
         stop = start + length
-        edges = sorted({*range((start // CHUNK + 1) * CHUNK, stop, CHUNK), *wanted, stop})
-        by_edge = {edge: index for index, edge in enumerate(edges)}
         for position in wanted:
-            saves_at.append((by_edge[position], row, save))
-            save += 1
-        previous = start
-        for index, edge in enumerate(edges):
+            index = (position - 1) // CHUNK - start // CHUNK
+            begin = max(start, (position - 1) // CHUNK * CHUNK)
+            saves_at.append((index, row, len(saves_at), position - begin))
+        edges = [start, *range((start // CHUNK + 1) * CHUNK, stop, CHUNK), stop]
+        for index, (left, right) in enumerate(itertools.pairwise(edges)):
             first_token.append(token)
-            size.append(edge - previous)
+            size.append(right - left)
             number.append(index)
-            token += edge - previous
-            previous = edge
-        counts.append(len(edges))
+            token += right - left
+        counts.append(len(edges) - 1)
     if any(a < b for a, b in itertools.pairwise(counts)):
         raise ValueError("sequences must come longest (in chunks) first")
     order = np.argsort(np.asarray(number), kind="stable")
-    begin = np.asarray(first_token)[order]
+    first = np.asarray(first_token)[order]
     extent = np.asarray(size)[order]
     lane = np.arange(CHUNK)
-    gather = begin[:, None] + np.minimum(lane, extent[:, None] - 1)
+    gather = first[:, None] + np.minimum(lane, extent[:, None] - 1)
     real = lane < extent[:, None]
     scatter = np.empty(token, dtype=np.int64)
     scatter[gather[real]] = np.flatnonzero(real)
     edges_of = np.searchsorted(np.asarray(number)[order], np.arange(counts[0] + 1)).tolist()
-    saves: list[list[tuple[int, int]]] = [[] for _ in range(counts[0])]
-    for index, row, save_number in saves_at:
-        saves[index].append((row, save_number))
+    by_number: list[list[tuple[int, int, int]]] = [[] for _ in range(counts[0])]
+    for index, row, save, tokens in saves_at:
+        by_number[index].append((row, save, tokens))
     return ChunkLayout(
         gather=torch.from_numpy(gather.reshape(-1)).to(device),
         scatter=torch.from_numpy(scatter).to(device),
         padding=None if real.all() else torch.from_numpy(~real.reshape(-1, 1)).to(device),
         steps=list(itertools.pairwise(edges_of)),
-        saves=saves,
+        saves=by_number,
     )
 
 
@@ -177,19 +173,37 @@ def chunk_gated_delta_rule(
     k_t = k_decayed.transpose(1, 2)
     out = torch.empty(n * hv, CHUNK, dv, dtype=torch.float32, device=v.device)
     flat = state.view(-1, dk, dv)
-    for number, (lo, hi) in enumerate(layout.steps):
-        lo, hi = lo * hv, hi * hv
+    for number, (begin, end) in enumerate(layout.steps):
+        lo, hi = begin * hv, end * hv
         current = flat[: hi - lo]
         read = torch.bmm(reads[lo:hi], current)
         values = u[lo:hi].sub_(read[:, :CHUNK])
         out[lo:hi] = read[:, CHUNK:]
+        for row, save, tokens in layout.saves[number]:
+            chunk = begin + row
+            new = values.view(-1, hv, CHUNK, dv)[row, :, :tokens]
+            _state_within(qk_c[chunk, 1], cum[chunk], new, state[row], save_to[save])
         current.mul_(last[lo:hi]).baddbmm_(k_t[lo:hi], values)
-        for row, save in layout.saves[number]:
-            save_to[save].copy_(state[row], non_blocking=True)
     out.baddbmm_(attention, u)
     chunk, lane = layout.scatter // CHUNK, layout.scatter % CHUNK
     back = (chunk * (hv * CHUNK) + lane).unsqueeze(1) + heads.view(1, -1)[:, :hv] * CHUNK
     return out.view(-1, dv).index_select(0, back.view(-1)).view(-1, hv, dv)
+
+
+def _state_within(
+    k: torch.Tensor, cum: torch.Tensor, values: torch.Tensor, before: torch.Tensor, destination: torch.Tensor
+) -> None:
+    """Save the state after the first n tokens of a chunk.
+
+    Args:
+        k: [Hk, CHUNK, K]; cum: [Hv, CHUNK] running sum of g; values: [Hv, n, V], what those tokens write;
+        before: [Hv, K, V], the state before the chunk; destination: [Hv, K, V].
+    """
+    hv, n = values.shape[:2]
+    decay = (cum[:, n - 1 : n] - cum[:, :n]).exp()
+    keys = k[:, :n].repeat_interleave(hv // k.shape[0], dim=0) * decay.unsqueeze(-1)
+    after = torch.baddbmm(before * cum[:, n - 1].exp().view(hv, 1, 1), keys.transpose(1, 2), values)
+    destination.copy_(after, non_blocking=True)
 
 
 def _within_chunks(

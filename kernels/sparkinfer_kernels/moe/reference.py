@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sparkinfer_kernels.linear.reference import linear
+
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of a fused projection [..., 2 * I] (gate half first): [..., I]."""
@@ -72,15 +74,15 @@ def moe(
 
     Args:
         x: [T, H].
-        router: [H, E + 1], the router's columns and, last, the shared expert's gate.
+        router: [E + 1, H] packed by `pack_linear`: the router's rows and, last, the shared expert's gate.
         gate_up: [E, H, 2 * I]; down: [E, I, H].
-        shared_gate_up: [H, 2 * S]; shared_down: [S, H].
+        shared_gate_up: [2 * S, H]; shared_down: [H, S], packed too.
 
     Returns:
         [T, H] in the dtype of `x`.
     """
-    logits = x @ router
+    logits = linear(x, router)
     weights, experts = route(logits[:, :-1], top_k)
     routed = grouped_experts(x, weights, experts, gate_up, down)
-    shared = swiglu(x @ shared_gate_up) @ shared_down
+    shared = linear(swiglu(linear(x, shared_gate_up)), shared_down)
     return routed.add_(shared.mul_(torch.sigmoid(logits[:, -1:])))
