@@ -41,7 +41,7 @@ from . import launch, metrics, server_probe
 from .cells import Cell, load_cells, resolve_cells
 from .closed_loop import closed_loop
 from .corpus import TEXTS, read_text
-from .prompts import ChatCounter, cell_texts, fit, prompt_rows
+from .prompts import ChatCounter, cell_texts, prompt_rows
 from .report.machine import machine_facts, source_facts
 
 SCHEMA = "sparkinfer/scheduling-figures/v1"
@@ -55,7 +55,7 @@ BURST_REPEATS = 5
 BURST_TOKENS = (32, 128, 512)
 MIXING_CONCURRENCY = (4, 16, 32)
 LOST = 0.02
-"""Throughput that mixing may seem to lose: runs of one engine differ by about as much on a machine with two cores."""
+"""Throughput that mixing may seem to lose: an allowance for noise. The notes show the range of the pairs."""
 QUIET_LOAD = 1.5
 
 
@@ -126,13 +126,11 @@ def prefix_hit(options: argparse.Namespace) -> list[Figure]:
 
 
 def _stretch(counter: ChatCounter, text: str, number: int, tokens: int) -> str:
-    """Text of about that many tokens from the corpus's part `number`."""
+    """That many tokens of text from the corpus's part `number`."""
     size = 8 * tokens
     begin = text.index("\n\n", number * size) + 2
-    found = fit(counter, text[begin : begin + size], tokens)
-    if found is None:
-        raise ConfigError(f"no stretch of the corpus has {tokens} tokens by this tokenizer")
-    return found
+    part = text[begin : begin + size]
+    return part[: counter.cuts(part)[tokens - 1]]
 
 
 def _chat_row(name: str, text: str) -> dict[str, Any]:
@@ -285,7 +283,7 @@ def markdown(record: dict[str, Any]) -> str:
         lines.append(f"| {figure['part']} | {figure['name']} | {value} | {goal} | {reached} | {figure['note']} |")
     lines += [
         "",
-        f"Throughput counts as lost when it falls by more than {LOST:.0%}, what two runs of one engine differ by.",
+        f"Throughput counts as lost when it falls by more than {LOST:.0%}, an allowance for noise.",
     ]
     return "\n".join(lines) + "\n"
 
