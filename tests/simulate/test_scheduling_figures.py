@@ -7,9 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from sparkinfer_eval import scheduling_figures as figures
 from sparkinfer_eval.scheduling_figures import Figure
 from sparkinfer_eval.toy_model import ToySize, generate
+
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,7 @@ def test_record_and_page(
     monkeypatch.setattr(figures.os, "getloadavg", lambda: (0.25, 0.0, 0.0))
     monkeypatch.setattr(figures, "BURST_REPEATS", 1)
     monkeypatch.setattr(figures, "BURST_TOKENS", (32, 128))
+    monkeypatch.setattr(figures, "BURST", 8)
     monkeypatch.setattr(figures, "STEP_GOALS", ((4, 1000.0), (64, 1e-3)))
     arguments = [str(model), "--out", str(tmp_path), "--parts", "scheduler_cost", "burst", "--steps", "20"]
     code = figures.main(arguments)
@@ -49,12 +53,12 @@ def test_record_and_page(
     assert record["load_average_before"] == 0.25
     assert record["command"] == "python eval/scheduling_figures.py " + " ".join(arguments)
     named = {figure["name"]: figure["value"] for figure in record["figures"]}
-    packed, single = named["32 prompts of 128 tokens, packed"], named["32 prompts of 128 tokens, one by one"]
-    assert named["32 prompts of 128 tokens, packed / one by one"] == pytest.approx(packed / single)
+    packed, single = named["8 prompts of 128 tokens, packed"], named["8 prompts of 128 tokens, one by one"]
+    assert named["8 prompts of 128 tokens, packed / one by one"] == pytest.approx(packed / single)
     assert named["schedule + commit, 64 requests"] > named["schedule + commit, 4 requests"] > 0
     page = (tmp_path / "figures.md").read_text()
     assert "load average before: 0.25" in page
-    assert "| burst | 32 prompts of 128 tokens, packed |" in page
+    assert "| burst | 8 prompts of 128 tokens, packed |" in page
     assert "random weights" in page
     capsys.readouterr()
 
