@@ -59,8 +59,18 @@ def table(rows: Sequence[CheckRow]) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: Path, check: str, options: argparse.Namespace, dtype: str, rows: Sequence[CheckRow]) -> None:
-    """Write the document of a check: temporary name first, then rename."""
+def write_json(
+    path: Path,
+    check: str,
+    options: argparse.Namespace,
+    dtype: str | None,
+    rows: Sequence[CheckRow],
+    not_applicable: str | None = None,
+) -> None:
+    """Write the document of a check: temporary name first, then rename.
+
+    A check that does not apply has no rows, `ok` null and its reason under `not_applicable`.
+    """
     document = {
         "schema": SCHEMA,
         "check": check,
@@ -69,8 +79,10 @@ def write_json(path: Path, check: str, options: argparse.Namespace, dtype: str, 
         "device": options.device,
         "dtype": dtype,
         "rows": [asdict(row) for row in rows],
-        "ok": all(row.ok for row in rows),
+        "ok": None if not_applicable else all(row.ok for row in rows),
     }
+    if not_applicable:
+        document["not_applicable"] = not_applicable
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)
@@ -94,6 +106,11 @@ def run(
         if options.json is not None and not options.json.absolute().parent.is_dir():
             raise CheckpointError(f"--json {options.json}: its folder does not exist; create it first")
         dtype, rows = body(options)
+    except NotApplicable as error:
+        print(f"{check}: {error}", file=sys.stderr)
+        if options.json is not None:
+            write_json(options.json, check, options, None, [], str(error))
+        return error.exit_code
     except SparkinferError as error:
         print(f"{check}: {error}", file=sys.stderr)
         # A plain SparkinferError has exit code 1, which here would mean a difference.

@@ -101,6 +101,15 @@ def test_exit_codes_for_bad_input(models, tmp_path, capsys):
     assert "no linear-attention layer" in capsys.readouterr().err
 
 
+def test_a_check_that_does_not_apply_says_so_in_its_json(models, tmp_path):
+    path = tmp_path / "check.json"
+    assert pack_ckpt.main([str(models / "attention"), "--json", str(path)]) == 4
+    document = json.loads(path.read_text())
+    assert document["ok"] is None
+    assert document["rows"] == []
+    assert "no linear-attention layer" in document["not_applicable"]
+
+
 def test_a_check_without_rows_is_no_pass(models, capsys):
     options = check_program.parser("empty", None).parse_args([str(models / "dense")])
     assert check_program.run("empty", options, lambda _: ("float32", [])) == 1

@@ -192,6 +192,16 @@ def test_failed_and_missing_checks_are_named(raw_run, render):
     assert "`pack_ckpt_check` on spark-tiny-dense: FAILED" in (report / "RELEASE_NOTE.md").read_text()
 
 
+def test_a_check_that_does_not_apply_is_listed_with_its_reason(raw_run, render):
+    raw = raw_run()
+    path = raw.folder / "checks" / "pack_ckpt_check-spark-tiny-dense.json"
+    data = json.loads(path.read_text())
+    data |= {"rows": [], "ok": None, "not_applicable": "the model has no recurrent state"}
+    path.write_text(json.dumps(data))
+    text = (render(raw) / "CHANGELOG.md").read_text()
+    assert "the model has no recurrent state | – | – | not applicable" in text
+
+
 @pytest.mark.parametrize("bad", [(), (3, 17)])
 def test_a_long_check_shows_its_failed_rows_or_the_nearest_to_the_limit(raw_run, render, bad):
     raw = raw_run()

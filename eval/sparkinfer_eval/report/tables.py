@@ -206,6 +206,10 @@ def checks_table(figures: Figures) -> Table:
         if output.data is None:
             table.rows.append([output.check, label, "no output", "–", "–", "missing"])
             continue
+        if output.ok is None:
+            reason = str(output.data.get("not_applicable") or "no reason given")
+            table.rows.append([output.check, label, reason, "–", "–", "not applicable"])
+            continue
         for row in shown_rows(output.data["rows"]):
             table.rows.append(
                 [
