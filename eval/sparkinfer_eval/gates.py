@@ -123,7 +123,10 @@ def prompt_tokens(cell: Cell, records: Iterable[Record]) -> Gate:
 
 
 def times(records: Iterable[Record], begin_ns: int, end_ns: int) -> Gate:
-    """start <= first token < end in every record of several tokens, inside this run's own time (another run's export is outside)."""
+    """start <= first token < end in every record of several tokens, all within this run's own time.
+
+    Another run's export lies outside of it.
+    """
     faults = []
     for r in records:
         if r.error is not None:
