@@ -20,8 +20,8 @@ PASS_FEATURES = (
     "prompt chunks", "longest prompt's chunks", "prompt pass", "restores", "checkpoints", "KV moves",
     "seeded rows", "logprob rows",
 )  # fmt: skip
-CHUNK = 64
-"""Tokens that the scan of linear attention takes at once; a shorter rest costs as much."""
+CHUNK = 32
+"""Tokens that the CPU scan of linear attention takes at once; a shorter rest costs as much."""
 HOST_FEATURES = ("step", "tokens", "prompts begun")
 
 
