@@ -328,6 +328,17 @@ def test_figures_from_source_beside_an_image_are_disclaimed(tmp_path: Path, stat
     assert "does not say" in texts(outcome)
 
 
+def test_report_with_missing_cells_verifies(tmp_path: Path, state: Path, check: Any) -> None:
+    """Rows that say `missing` follow from the records too."""
+    skip = {("sparkinfer", "chat-c16"), ("vllm", "chat-c16"), ("sparkinfer", "chat-c1"), ("vllm", "long_answer-c4")}
+    run = raw_run_class()(tmp_path, skip=skip).write()
+    folder = render(run.folder, tmp_path / "report")
+    with credentials("private", state=state) as held:
+        attest.sign_report(folder, attest.evaluation(folder, run.folder), held)
+    code, outcome = check(folder)
+    assert code == 0, texts(outcome)
+
+
 def test_records_can_be_read_back_unchanged(rendered: Path) -> None:
     pairs = parquet.records(parquet.read(rendered / "requests.parquet"))
     assert all(dataclasses.is_dataclass(record) for _, record in pairs)

@@ -51,7 +51,8 @@ def _measurements(path: Path, report: dict[str, Any]) -> list[Measurement]:
 def rebuild(folder: Path, report: dict[str, Any]) -> Figures:
     """The run as its request records tell it; names, labels and reasons are taken from `report`."""
     measurements = _measurements(folder / "requests.parquet", report)
-    order = {cell: None for row in report["cells"] for cell in [row["cell"]]}
+    # Asked for and measured, or asked for and missing: tables have rows for both.
+    order = {row["cell"]: None for row in [*report["cells"], *report["missing"]]}
     info = {
         **{name: report[name] for name in ("run", "version", "profile", "scale", "blocks", "reps", "engines")},
         **{name: report[name] for name in ("models", "machine", "source", "packages", "container")},
