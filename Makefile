@@ -30,11 +30,11 @@ system:
 
 release: system
 	@$(ENV) snakemake
-	@$(SNAKEMAKE) $(ARGS) release
+	@$(SNAKEMAKE) release $(ARGS)
 
 smoke: system
 	@$(ENV) snakemake
-	@$(SNAKEMAKE) $(ARGS) smoke
+	@$(SNAKEMAKE) smoke $(ARGS)
 
 setup environments: system
 	@$(ENV) snakemake engine vllm aiperf
