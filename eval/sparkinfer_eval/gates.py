@@ -123,10 +123,7 @@ def prompt_tokens(cell: Cell, records: Iterable[Record]) -> Gate:
 
 
 def times(records: Iterable[Record], begin_ns: int, end_ns: int) -> Gate:
-    """start <= first token < end in every record of several tokens, all within this run's own time.
-
-    Another run's export lies outside of it.
-    """
+    """start <= first token <= end in every record, inside this run's own time (another run's export is outside)."""
     faults = []
     for r in records:
         if r.error is not None:

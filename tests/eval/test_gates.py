@@ -241,11 +241,6 @@ def _negative(records: list[JSON], raws: list[JSON], summary: JSON) -> None:
     records[8]["metrics"]["time_to_first_token"]["value"] = 9e9
 
 
-def _at_once(records: list[JSON], raws: list[JSON], summary: JSON) -> None:
-    metrics = records[8]["metrics"]
-    metrics["time_to_first_token"]["value"] = metrics["request_latency"]["value"]
-
-
 def _no_raw(records: list[JSON], raws: list[JSON], summary: JSON) -> None:
     del raws[8]
 
@@ -278,7 +273,6 @@ PLANTED: list[tuple[Callable[[list[JSON], list[JSON], JSON], None], str, str]] =
     (_no_p99, "summary_agreement", "lacks request_latency_ms/p99"),
     (_faster_records, "summary_agreement", "damaged or stale"),
     (_negative, "times", "out of order"),
-    (_at_once, "times", "carry one time"),
     (_no_raw, "export", "1 requests have no raw record"),
 ]
 

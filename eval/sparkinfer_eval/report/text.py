@@ -9,6 +9,7 @@ from typing import Any
 from sparkinfer.errors import ConfigError
 
 MARK = "†"
+AT_ONCE = "‡"
 """Set behind a percentile that has fewer requests than it needs."""
 
 SHAPES = {"chat": "chat", "long_answer": "long answer", "long_prompt": "long prompt"}

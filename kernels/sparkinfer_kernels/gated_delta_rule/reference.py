@@ -180,9 +180,8 @@ def chunk_gated_delta_rule(
         values = u[lo:hi].sub_(read[:, :CHUNK])
         out[lo:hi] = read[:, CHUNK:]
         for row, save, tokens in layout.saves[number]:
-            chunk = begin + row
             new = values.view(-1, hv, CHUNK, dv)[row, :, :tokens]
-            _state_within(qk_c[chunk, 1], cum[chunk], new, state[row], save_to[save])
+            _state_within(qk_c[begin + row, 1], cum[begin + row], new, state[row], save_to[save])
         current.mul_(last[lo:hi]).baddbmm_(k_t[lo:hi], values)
     out.baddbmm_(attention, u)
     chunk, lane = layout.scatter // CHUNK, layout.scatter % CHUNK
