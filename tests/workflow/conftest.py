@@ -102,8 +102,8 @@ def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "checkout"
     folder.mkdir()
     for name in (
-        "Snakefile", "workflow", "profiles", "config", "eval", "sparkinfer", "kernels", "models", "changes",
-        "pyproject.toml", ".venv", ".venvs", "CHANGELOG.md", "Makefile", ".git",
+        "Snakefile", "workflow", "profiles", "config", "eval", "sparkinfer", "kernels", "models", "containers",
+        "changes", "pyproject.toml", ".venv", ".venvs", "CHANGELOG.md", "Makefile", ".git",
     ):  # fmt: skip
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)
