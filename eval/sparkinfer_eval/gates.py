@@ -132,11 +132,6 @@ def times(records: Iterable[Record], begin_ns: int, end_ns: int) -> Gate:
             faults.append(f"{r.request_id} has no first token")
         elif not r.start_ns <= r.first_token_ns <= r.end_ns:
             faults.append(f"{r.request_id}: start, first token and end are out of order")
-        elif (r.output_tokens or 0) > 1 and r.first_token_ns == r.end_ns:
-            # Seen on an overloaded host: the load generator read a whole stream at once, so it timed nothing.
-            faults.append(
-                f"{r.request_id}: all {r.output_tokens} tokens carry one time, so they were not seen arriving"
-            )
         elif r.start_ns < begin_ns or r.end_ns > end_ns:
             faults.append(f"{r.request_id} ran outside of this run: a stale export")
     return count_gate("times", faults, "records have impossible times")
