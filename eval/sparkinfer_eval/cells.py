@@ -53,6 +53,8 @@ SCALE_PROPERTIES: dict[str, Any] = {
     # Share of a request's time that may pass between the load generator's decision to send it and the send: that long
     # the asked load was not offered. Joins the cell's gates.
     "start_delay_share": _FRACTION,
+    # Relative difference between the planned and the realised arrival rate. Joins the gates too.
+    "arrival_rate": _FRACTION,
     # Seconds after which one request, or the whole load generator, counts as hung.
     "request_timeout_s": _POSITIVE,
     "timeout_s": _POSITIVE,
@@ -84,8 +86,6 @@ DOCUMENT_SCHEMA = _object(
         "sampling": _object({"closed": _SAMPLING, "open": _SAMPLING}),
         "gates": _object(
             {
-                # Relative difference between the planned and the realised arrival rate.
-                "arrival_rate": _FRACTION,
                 # Relative difference between the load generator's own summary and the same figures from its records.
                 "summary_agreement": _FRACTION,
                 # Share of the prompt tokens that a prefix cache may have served.
@@ -228,7 +228,7 @@ def resolve_cells(
         return max(1, tokens // divisor)
 
     common = {
-        "gates": {**document["gates"], "start_delay_share": settings["start_delay_share"]},
+        "gates": document["gates"] | {name: settings[name] for name in ("arrival_rate", "start_delay_share")},
         "request_timeout_s": settings["request_timeout_s"],
         "timeout_s": settings["timeout_s"],
     }

@@ -22,6 +22,7 @@ SCALE = {
     "arrival_requests": 20,
     "rate_factor": 20.0,
     "start_delay_share": 0.95,
+    "arrival_rate": 0.5,
     "request_timeout_s": 5,
     "timeout_s": 60,
 }
@@ -31,7 +32,6 @@ SCALE = {
 def cells_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     document = yaml.safe_load((ROOT / "config" / "cells.yaml").read_text())
     document["scales"]["smoke"] |= SCALE
-    document["gates"]["arrival_rate"] = 0.5
     path = tmp_path_factory.mktemp("config") / "cells.yaml"
     path.write_text(yaml.safe_dump(document, sort_keys=False))
     return path

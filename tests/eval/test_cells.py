@@ -93,7 +93,7 @@ def test_definition_round_trips_through_json(document: dict[str, Any]) -> None:
         (("shapes", "chat", "prompt_tokens"), 0, "shapes.chat.prompt_tokens"),
         (("scales", "cpu", "requests", "4"), "many", r"scales.cpu.requests.4"),
         (("mix", "long_tokens"), [768, 128], "768 is above 128"),
-        (("gates", "arrival_rate"), -1, "gates.arrival_rate"),
+        (("gates", "summary_agreement"), -1, "gates.summary_agreement"),
         (("sampling", "closed", "top_p"), 1.5, "sampling.closed.top_p"),
         (("schema",), "sparkinfer/cells/v0", "schema"),
     ],
