@@ -1,11 +1,23 @@
-"""One comparison for all operations."""
+"""One comparison for all operations; tests marked `gpu` are skipped where there is none."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))  # for `aot`
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
 def compare(name: str, got: torch.Tensor, expected: torch.Tensor, ratio: float = 1e-5) -> None:
