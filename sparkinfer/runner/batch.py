@@ -91,7 +91,7 @@ class BatchBuilder:
             prefill.sort(key=lambda row: -num_chunks(row.start, row.length))
         before, after, fresh, restores = [], [], [], []
         for row in plan.rows:
-            _check(row)
+            check_row(row)
             self.tables.update(row)
             if row.restore is not None:
                 restores.append((row.slot, row.restore))
@@ -207,7 +207,7 @@ class BatchBuilder:
         return self._tensor(np.array(where, dtype=np.int64)), self._tensor(np.array(ids, dtype=np.int64))
 
 
-def _check(row: Row) -> None:
+def check_row(row: Row) -> None:
     """Raise ValueError where a row contradicts its contract."""
     if row.is_decode and row.length != 1:
         raise ValueError(f"request {row.request.id}: a decode row computes 1 token, not {row.length}")
