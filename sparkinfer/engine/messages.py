@@ -18,6 +18,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     logprobs: int | None = None
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    prompt_logprobs: int | None = None
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
@@ -52,10 +53,15 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
 ToEngine = AddRequest | AbortRequests | ResetCache | Shutdown
 
 
+PromptToken = tuple[float, int, list[tuple[int, float]]]
+"""A prompt token's logprob and rank, and the (token id, logprob) pairs of the best alternatives."""
+
+
 class TokenEvent(msgspec.Struct, array_like=True, frozen=True):
     """One new token (or the end without one: `token` None).
 
     `top` holds (token id, logprob) pairs. `num_cached` is the number of prompt tokens taken from the prefix cache.
+    `prompt_logprobs`, with the first token where asked for, has every prompt token but the first.
     """
 
     id: str
@@ -65,6 +71,7 @@ class TokenEvent(msgspec.Struct, array_like=True, frozen=True):
     top: list[tuple[int, float]] | None = None
     num_cached: int = 0
     error: str | None = None
+    prompt_logprobs: list[PromptToken] | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):

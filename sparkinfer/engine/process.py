@@ -28,6 +28,7 @@ from sparkinfer.engine.messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    PromptToken,
     ResetCache,
     StepOutput,
     ToEngine,
@@ -138,6 +139,7 @@ def _request(message: AddRequest, eos: frozenset[int]) -> Request:
         min_p=wire.min_p,
         seed=wire.seed,
         logprobs=wire.logprobs,
+        prompt_logprobs=wire.prompt_logprobs,
         stop_token_ids=frozenset(wire.stop_token_ids),
         ignore_eos=wire.ignore_eos,
     )
@@ -156,10 +158,32 @@ def _request(message: AddRequest, eos: frozenset[int]) -> Request:
 def _event(update: TokenUpdate) -> TokenEvent:
     reason = None if update.finish_reason is None else update.finish_reason.value
     logprobs = update.logprobs
+    if update.request.sampling.prompt_logprobs is not None and len(update.request.output) == 1:
+        return _first_event(update, reason)
     if logprobs is None:
         return TokenEvent(update.request.id, update.token, reason, num_cached=update.request.num_cached)
     top = list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
     return TokenEvent(update.request.id, update.token, reason, logprobs.logprob, top, update.request.num_cached)
+
+
+def _first_event(update: TokenUpdate, reason: str | None) -> TokenEvent:
+    """The first token of a request that asked for its prompt's log-probabilities, or that the runner has none."""
+    request, logprobs = update.request, update.logprobs
+    tokens: list[PromptToken] = []
+    for position, entry in enumerate((request.prompt_logprobs or [None] * len(request.prompt))[1:], 1):
+        if entry is None:
+            text = f"no log-probability of prompt position {position}: this engine's runner does not report them"
+            return TokenEvent(request.id, None, FinishReason.ERROR.value, error=text)
+        tokens.append((entry.logprob, entry.rank, list(zip(entry.top_ids, entry.top_logprobs, strict=True))))
+    return TokenEvent(
+        request.id,
+        update.token,
+        reason,
+        None if logprobs is None else logprobs.logprob,
+        None if logprobs is None else list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)),
+        request.num_cached,
+        prompt_logprobs=tokens,
+    )
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -318,6 +318,16 @@ class Qwen35Model:
         Returns:
             [m, V] fp32 logits of the tokens in `batch.outputs` (of all T when that is None).
         """
+        return self.logits(self.hidden(batch, caches))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[m, H] final hidden states to [m, V] fp32 logits."""
+        if hidden.shape[0] == 0:
+            return torch.empty(0, self.config.vocab_size, device=hidden.device)
+        return self.ops.linear(hidden, self.lm_head).float()
+
+    def hidden(self, batch: Batch, caches: Caches) -> torch.Tensor:
+        """Run one pass up to the output matrix: [m, H], normed, of the tokens in `batch.outputs` (or of all T)."""
         residual = F.embedding(batch.tokens, self.embedding)
         cos, sin = self.rotary.index_select(0, batch.positions).unsqueeze(2).unbind(1)
         x = self.ops.rms_norm(residual, self.layers[0].norm1_mixer, self.eps)
@@ -330,10 +340,10 @@ class Qwen35Model:
             if number == last and batch.outputs is not None:
                 # Nothing after the last mixer looks at other tokens: go on with those that are asked for.
                 if batch.outputs.shape[0] == 0:
-                    return torch.empty(0, self.config.vocab_size, device=x.device)
+                    return x[:0]
                 x, residual = x.index_select(0, batch.outputs), residual.index_select(0, batch.outputs)
             x, residual = self.ops.add_rms_norm(x, residual, layer.norm1_mlp, self.eps)
             x = layer.mlp(x)
             following = self.norm1 if number == last else self.layers[number + 1].norm1_mixer
             x, residual = self.ops.add_rms_norm(x, residual, following, self.eps)
-        return self.ops.linear(x, self.lm_head).float()
+        return x

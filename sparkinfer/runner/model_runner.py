@@ -14,6 +14,7 @@ from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.models.config import load_config
 from sparkinfer.models.loader import open_source
 from sparkinfer.models.qwen3_5 import Caches, Qwen35Model
+from sparkinfer.runner import prompt_logprobs
 from sparkinfer.runner.batch import BatchBuilder, StepTensors
 from sparkinfer.runner.memory import MemoryPlan, resolve_dtype
 from sparkinfer.scheduling.types import (
@@ -163,10 +164,24 @@ class ModelRunner:
             if not plan.rows:
                 return PendingStep(lambda: StepResult(plan.step_id, [], []))
             step = self._begin(plan)
-            logits = self.model.forward(step.batch, self.caches)
+            asked = prompt_logprobs.shares(plan, step.batch)
+            if asked and step.batch.outputs is not None:
+                places = prompt_logprobs.places(asked, self.device)
+                step.batch.outputs = torch.cat([step.batch.outputs, places])
+            hidden = self.model.hidden(step.batch, self.caches)
             for slot, snapshot in step.after:
                 self._save(slot, snapshot)
-            return self._sample(plan.step_id, step, logits)
+            sampling = len(step.sampling_rows)
+            pending = self._sample(plan.step_id, step, self.model.logits(hidden[:sampling] if asked else hidden))
+            if not asked:
+                return pending
+            reports = prompt_logprobs.score(asked, hidden[sampling:], self.model.logits, self.ops.logprobs)
+
+            def collect() -> StepResult:
+                prompt_logprobs.store(asked, reports)
+                return pending.result()
+
+            return PendingStep(collect)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run a plan's pass and return the logits [T, V] fp32 of every token, in the order of the plan's rows.

@@ -43,7 +43,8 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` keys the counter-based
     noise together with the output index, so tokens depend on neither batch composition nor preemption;
     the server draws one where the client gave none. `logprobs` is the number of alternatives reported
-    beside the sampled token (None: no logprobs at all).
+    beside the sampled token (None: no logprobs at all), `prompt_logprobs` the same for every prompt token but the
+    first; a request that asks for it must not use the prefix cache, which would skip positions.
     """
 
     max_tokens: int
@@ -56,6 +57,7 @@ class SamplingParams:
     logprobs: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    prompt_logprobs: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +89,8 @@ class Request:
     """Recurrent-state slot, -1 while none is held. The runner keeps the last sampled token by slot too."""
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """By prompt position, as far as computed; written by the runner where `sampling.prompt_logprobs` asks for them."""
 
     @property
     def num_tokens(self) -> int:

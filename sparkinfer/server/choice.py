@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparkinfer.engine.messages import TokenEvent
+from sparkinfer.engine.messages import PromptToken, TokenEvent
 from sparkinfer.scheduling.types import FinishReason
 from sparkinfer.server.detokenize import Detokenizer, StopMatcher
 
@@ -46,6 +46,8 @@ class Choice:
     last_token_s: float = 0.0
     text_length: int = 0
     """Characters released so far."""
+    prompt_logprobs: list[PromptToken] | None = None
+    """Of every prompt token but the first, where they were asked for."""
 
     def __post_init__(self) -> None:
         if self.stops:
@@ -57,6 +59,8 @@ class Choice:
         if event.token is not None:
             self.num_tokens += 1
             self.num_cached = event.num_cached
+            if event.prompt_logprobs is not None:
+                self.prompt_logprobs = event.prompt_logprobs
             if event.logprob is not None:
                 logprob = TokenLogprob(event.token, event.logprob, event.top or [])
             # A stop token ends the text and is not part of it, unless asked for.

@@ -64,10 +64,15 @@ class Job:
     include_usage: bool
     continuous_usage: bool
     return_ids: bool
+    scores_only: bool
+    """No output was asked for: the token that each engine request ends with is not part of the answer."""
     arrival_s: float
 
     def usage(self) -> dict[str, Any]:
-        return usage(self.prompt_tokens, list(self.choices.values()))
+        counts = usage(self.prompt_tokens, list(self.choices.values()))
+        if self.scores_only:
+            counts |= {"completion_tokens": 0, "total_tokens": self.prompt_tokens}
+        return counts
 
 
 async def prepare(state: ServerState, raw: bytes, kind: type[GenerationRequest], arrival_s: float) -> Job:
@@ -90,7 +95,9 @@ async def prepare(state: ServerState, raw: bytes, kind: type[GenerationRequest],
             own_seed = (seed + len(choices)) % (1 << params.SEED_BITS)
             sampling = params.sampling_of(body, limit, own_seed, vocab_size)
             rid = state.client.next_id()
-            requests.append(AddRequest(rid, prompt, sampling, body.priority, body.cache_salt or "", body.use_cache))
+            # Positions taken from the prefix cache are not computed, hence have no log-probabilities.
+            use_cache = body.use_cache and sampling.prompt_logprobs is None
+            requests.append(AddRequest(rid, prompt, sampling, body.priority, body.cache_salt or "", use_cache))
             choices[rid] = Choice(
                 index=len(choices),
                 prompt=prompt,
@@ -105,6 +112,9 @@ async def prepare(state: ServerState, raw: bytes, kind: type[GenerationRequest],
     response_format = make(
         prefix + uuid4().hex, int(time.time()), state.model_name, tokenizer, null_usage=options.include_usage
     )
+    scores_only = False
+    if isinstance(body, CompletionRequest) and isinstance(response_format, CompletionFormat):
+        scores_only = response_format.show(body)
     return Job(
         requests=requests,
         choices=choices,
@@ -114,6 +124,7 @@ async def prepare(state: ServerState, raw: bytes, kind: type[GenerationRequest],
         include_usage=options.include_usage,
         continuous_usage=options.continuous_usage_stats,
         return_ids=bool(body.return_token_ids),
+        scores_only=scores_only,
         arrival_s=arrival_s,
     )
 

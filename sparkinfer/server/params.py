@@ -49,6 +49,24 @@ def logprobs_of(body: GenerationRequest) -> int | None:
     return int(_within("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, 0)) if body.logprobs else None
 
 
+def prompt_logprobs_of(body: GenerationRequest) -> int | None:
+    """Alternatives per prompt token (`prompt_logprobs`, or `logprobs` with `echo`), None without.
+
+    Raises RequestError.
+    """
+    if not isinstance(body, CompletionRequest):
+        return None
+    value = _within("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS, None)
+    if value is None and body.echo:
+        value = logprobs_of(body)
+    for name, asked in (("prompt_logprobs", value is not None), ("echo", bool(body.echo))):
+        if asked and body.stream:
+            raise RequestError(f"`{name}` is not available with `stream`: ask for the whole answer", name)
+    if value is not None and number_of_choices(body) > 1:
+        raise RequestError("log-probabilities of the prompt are the same for every choice: use `n` 1", "n")
+    return None if value is None else int(value)
+
+
 def token_limit(body: GenerationRequest, prompt_tokens: int, max_model_len: int) -> int:
     """Most output tokens of a request. Raises RequestError with both numbers when the context is too short."""
     room = max_model_len - prompt_tokens
@@ -63,6 +81,9 @@ def token_limit(body: GenerationRequest, prompt_tokens: int, max_model_len: int)
         name, asked = "max_completion_tokens", body.max_completion_tokens
     if asked is None:
         return room if isinstance(body, ChatRequest) else min(room, COMPLETION_MAX_TOKENS)
+    if asked == 0 and isinstance(body, CompletionRequest) and body.echo:
+        # The engine's requests end with a token; the answer leaves it out.
+        return 1
     if asked < 1:
         raise RequestError(f"`{name}` is {asked}: it must be at least 1", name)
     if asked > room:
@@ -103,6 +124,7 @@ def sampling_of(body: GenerationRequest, max_tokens: int, seed: int, vocab_size:
         logprobs=logprobs_of(body),
         stop_token_ids=list(body.stop_token_ids or []),
         ignore_eos=body.ignore_eos,
+        prompt_logprobs=prompt_logprobs_of(body),
     )
 
 

@@ -40,6 +40,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "best_of": (None, 1),
     "echo": (None, False),
+    "prompt_logprobs": (None,),
     "suffix": (None, ""),
     "audio": (None,),
     "modalities": (None, ["text"]),
@@ -47,9 +48,8 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "reasoning_effort": (None,),
     "verbosity": (None,),
-    "prompt_logprobs": (None,),
 }
-"""Field to its neutral values; any other value is refused by name."""
+"""Field to its neutral values; any other value is refused by name, at the endpoints that do not have the field."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -90,6 +90,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: Any
     """A string, a list of strings, a list of token ids, or a list of such lists (`prompt_list` checks)."""
     logprobs: int | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """`logprobs` names tokens as `token_id:N`: texts of tokens are not unique."""
 
     def prompt_list(self) -> list[str | list[int]]:
         """One entry per prompt. Raises RequestError for anything but the four forms."""
@@ -149,7 +153,7 @@ def parse_body(raw: bytes, kind: type[T]) -> T:
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     if issubclass(kind, GenerationRequest):
-        body = _drop_without_effect(body)
+        body = _drop_without_effect(body, kind)
     _refuse_unknown(body, kind, "")
     options = body.get("stream_options")
     if isinstance(options, dict) and issubclass(kind, GenerationRequest):
@@ -162,12 +166,12 @@ def parse_body(raw: bytes, kind: type[T]) -> T:
         raise RequestError(message, place.group(1) if place else None) from error
 
 
-def _drop_without_effect(body: dict[str, Any]) -> dict[str, Any]:
+def _drop_without_effect(body: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     kept = {}
     for name, value in body.items():
         if name in NO_EFFECT:
             continue
-        if name in NOT_SUPPORTED:
+        if name in NOT_SUPPORTED and name not in kind.__struct_fields__:
             if value not in NOT_SUPPORTED[name]:
                 raise RequestError(f"`{name}` is not supported: leave it out", name)
             continue

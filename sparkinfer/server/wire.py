@@ -5,6 +5,7 @@ A chunk differs from the one before in a few bytes only, so a `Format` keeps the
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,11 +14,20 @@ from typing import Any
 import msgspec
 
 from sparkinfer.server.choice import Choice, TokenLogprob
+from sparkinfer.server.protocol import CompletionRequest
 from sparkinfer.server.tokenizer import ServerTokenizer
 
 to_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 NOT_FINISHED = b"null"
+
+
+class Echo(enum.Enum):
+    """What a completion's text begins with: nothing, or the prompt, which may also be all of it."""
+
+    NONE = enum.auto()
+    PROMPT = enum.auto()
+    PROMPT_ONLY = enum.auto()
 
 
 @dataclass(slots=True)
@@ -91,13 +101,16 @@ class Format(ABC):
         """The last chunk of a stream with include_usage."""
         return self.head + b'],"usage":' + to_json(usage) + b"}\n\n"
 
+    def answer(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """Text and logprobs of a choice in a whole response."""
+        logprobs = self.logprobs(choice, delta.logprobs, 0) if delta.logprobs else None
+        return {**self.message(delta.text), "logprobs": logprobs}
+
     def body(self, choices: Sequence[Choice], deltas: Sequence[Delta], ids: bool, usage: dict[str, Any]) -> bytes:
         """A whole response."""
         entries = []
         for choice, delta in zip(choices, deltas, strict=True):
-            entry: dict[str, Any] = {"index": choice.index, **self.message(delta.text)}
-            entry["logprobs"] = self.logprobs(choice, delta.logprobs, 0) if delta.logprobs else None
-            entry["finish_reason"] = choice.finish_reason
+            entry = {"index": choice.index, **self.answer(choice, delta), "finish_reason": choice.finish_reason}
             if choice.matcher is not None and choice.matcher.matched is not None:
                 entry["stop_reason"] = choice.matcher.matched
             if ids:
@@ -136,6 +149,18 @@ class CompletionFormat(Format):
     """/v1/completions."""
 
     whole, chunk = "text_completion", "text_completion"
+    echo: Echo = Echo.NONE
+    show_prompt_logprobs = False
+    name_by_id = False
+    """Name tokens in `logprobs` as `token_id:N`."""
+
+    def show(self, body: CompletionRequest) -> bool:
+        """Take over how the answer shows its prompt; says whether it is to hold the prompt only."""
+        self.name_by_id = bool(body.return_tokens_as_token_ids)
+        self.show_prompt_logprobs = body.prompt_logprobs is not None
+        if body.echo:
+            self.echo = Echo.PROMPT_ONLY if body.max_tokens == 0 else Echo.PROMPT
+        return self.echo is Echo.PROMPT_ONLY
 
     def delta(self, choice: Choice, delta: Delta, first: bool) -> bytes:
         return b'"text":' + to_json(delta.text)
@@ -144,15 +169,63 @@ class CompletionFormat(Format):
         return {"text": text}
 
     def logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
-        tokens = [self.tokenizer.token_text(item.token) for item in logprobs]
-        offsets = []
-        for text in tokens:
-            offsets.append(text_offset)
-            text_offset += len(text)
-        top = [{self.tokenizer.token_text(t): value for t, value in item.top} for item in logprobs]
         return {
-            "tokens": tokens,
+            "tokens": [self._name(item.token) for item in logprobs],
             "token_logprobs": [item.logprob for item in logprobs],
-            "top_logprobs": top,
-            "text_offset": offsets,
+            "top_logprobs": [{self._name(t): value for t, value in item.top} for item in logprobs],
+            "text_offset": self._offsets([item.token for item in logprobs], text_offset),
         }
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self.name_by_id else self.tokenizer.token_text(token)
+
+    def _offsets(self, tokens: Sequence[int], first: int) -> list[int]:
+        offsets = []
+        for token in tokens:
+            offsets.append(first)
+            first += len(self.tokenizer.token_text(token))
+        return offsets
+
+    def answer(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        if self.echo is Echo.PROMPT_ONLY:
+            delta = Delta()
+        text = delta.text
+        logprobs = self.logprobs(choice, delta.logprobs, 0) if delta.logprobs else None
+        if self.echo is not Echo.NONE:
+            prompt = self.tokenizer.decode(choice.prompt)
+            text = prompt + text
+            if choice.prompt_logprobs is not None and not self.show_prompt_logprobs:
+                logprobs = self._echoed(choice, delta, len(prompt))
+        answer = {**self.message(text), "logprobs": logprobs}
+        if self.show_prompt_logprobs:
+            answer["prompt_logprobs"] = self._prompt_logprobs(choice)
+        return answer
+
+    def _echoed(self, choice: Choice, delta: Delta, prompt_length: int) -> dict[str, Any]:
+        """`logprobs` of prompt and output together; the first token has none (null), as in OpenAI's form."""
+        scored = [
+            TokenLogprob(token, logprob, top)
+            for token, (logprob, _, top) in zip(choice.prompt[1:], choice.prompt_logprobs or [], strict=True)
+        ]
+        first = len(self.tokenizer.token_text(choice.prompt[0]))
+        prompt = self.logprobs(choice, scored, first)
+        output = self.logprobs(choice, delta.logprobs, prompt_length)
+        head: dict[str, list[Any]] = {
+            "tokens": [self._name(choice.prompt[0])],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+            "text_offset": [0],
+        }
+        return {key: [*value, *prompt[key], *output[key]] for key, value in head.items()}
+
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None]:
+        """vLLM's form: null, then for each prompt token the likeliest and itself by id."""
+        result: list[dict[str, Any] | None] = [None]
+        for token, (logprob, rank, top) in zip(choice.prompt[1:], choice.prompt_logprobs or [], strict=True):
+            entries = {str(token): self._entry(token, logprob, rank)}
+            entries.update({str(t): self._entry(t, value, place) for place, (t, value) in enumerate(top, 1)})
+            result.append(entries)
+        return result
+
+    def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": self.tokenizer.token_text(token)}

@@ -149,6 +149,54 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert logprobs.text_offset[0] == 0
 
 
+def test_prompt_logprobs_and_echo(server: Running, tokenizer: ServerTokenizer) -> None:
+    ids = tokenizer.backend.encode(PROMPT * 30, add_special_tokens=False).ids
+    body = {"prompt": ids, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    # What was computed before must not be missing: positions from the prefix cache have no log-probabilities.
+    server.post("/v1/completions", body)
+    scored = server.post("/v1/completions", {**body, "prompt_logprobs": 3}).json()["choices"][0]
+    assert scored["logprobs"] is None
+    assert scored["prompt_logprobs"][0] is None
+    assert len(scored["prompt_logprobs"]) == len(ids)
+    for token, entry in zip(ids[1:], scored["prompt_logprobs"][1:], strict=True):
+        own = entry[str(token)]
+        assert len(entry) == (3 if own["rank"] <= 3 else 4)
+        assert all(own["logprob"] >= e["logprob"] for e in entry.values() if e["rank"] > own["rank"])
+    echoed = {**body, "echo": True, "logprobs": 3, "return_tokens_as_token_ids": True}
+    both = server.post("/v1/completions", echoed).json()
+    assert both["choices"][0]["text"] == PROMPT * 30 + scored["text"]
+    logprobs = both["choices"][0]["logprobs"]
+    assert logprobs["tokens"][: len(ids)] == [f"token_id:{token}" for token in ids]
+    assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == len(ids) + 2
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    own = [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], scored["prompt_logprobs"][1:], strict=True)]
+    assert logprobs["token_logprobs"][1 : len(ids)] == own
+    assert len(logprobs["top_logprobs"][1]) == 3
+    assert "token_id:" in next(iter(logprobs["top_logprobs"][1]))
+    only = server.post("/v1/completions", {**echoed, "max_tokens": 0}).json()
+    assert only["choices"][0]["text"] == PROMPT * 30
+    assert only["choices"][0]["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][: len(ids)]
+    assert only["usage"]["completion_tokens"] == 0
+    assert server.post("/v1/completions", {**body, "echo": True}).json()["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("prompt_logprobs", {"prompt_logprobs": 3, "stream": True}),
+        ("echo", {"echo": True, "stream": True}),
+        ("n", {"prompt_logprobs": 1, "n": 2}),
+        ("prompt_logprobs", {"prompt_logprobs": 21}),
+        ("max_tokens", {"max_tokens": 0}),
+    ],
+)
+def test_prompt_logprobs_refused(server: Running, field: str, body: dict[str, Any]) -> None:
+    answer = server.post("/v1/completions", {"prompt": PROMPT, **body})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
 def test_stop_string_of_a_real_answer(server: Running) -> None:
     full = server.post("/v1/chat/completions", {**CHAT, "max_tokens": 30}).json()["choices"][0]["message"]["content"]
     stop = full[10:14]
@@ -335,7 +383,7 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("text", {"prompt": "x", "stop_token_ids": [1024]}, "1024", "stop_token_ids"),
     ("text", {"prompt": "x", "seed": 1 << 70}, "", "seed"),
     ("text", {"prompt": "x", "best_of": 4}, "best_of", "best_of"),
-    ("text", {"prompt": "x", "echo": True}, "echo", "echo"),
+    ("chat", {"messages": MESSAGES, "echo": True}, "echo", "echo"),
     ("text", {"prompt": "x", "suffix": "y"}, "suffix", "suffix"),
     ("text", {"prompt": "x", "ignore_eos": "yes"}, "bool", "ignore_eos"),
 ]
