@@ -1,0 +1,54 @@
+"""Launch parameters of the kernels, by architecture: read from `tuned.json`, which holds what was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How one kernel is launched. `block`: its tile size, where it has one (tokens of `conv`, columns of V of `scan`)."""
+
+    num_warps: int
+    num_stages: int = 1
+    block: int = 0
+    pipeline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Launch parameters of all kernels of the operation."""
+
+    decode: Launch
+    conv: Launch
+    transform: Launch
+    scan: Launch
+    checkpoint: Launch
+    output: Launch
+
+
+@cache
+def tunings() -> dict[str, Tuning]:
+    """By architecture, e.g. "sm_90"."""
+    table: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("tuned.json").read_text())
+    return {arch: Tuning(**{name: Launch(**one) for name, one in kernels.items()}) for arch, kernels in table.items()}
+
+
+@cache
+def _architecture(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+def tuning_for(device: torch.device) -> Tuning:
+    """Of the device's architecture; of one without entries those of sm_120, which need the least shared memory."""
+    if device.type != "cuda":
+        return tunings()["sm_120"]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return tunings().get(_architecture(index), tunings()["sm_120"])
