@@ -1,0 +1,202 @@
+"""The product of activations with a prepared weight: which kernel runs for how many rows, and the memory they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from sparkinfer_kernels.linear import dequantise, skinny
+from sparkinfer_kernels.linear.weights import FP8, Bf16Weight, Fp8BlockWeight, Fp8RowWeight, Nvfp4Weight, Weight
+from sparkinfer_kernels.rms_norm.gpu import swiglu
+
+SKINNY_ROWS = 64
+"""Up to this many rows the quantised weight is read once and dequantised in registers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Scratch memory of the products on one stream; made once by `make_workspace`."""
+
+    partials: torch.Tensor
+    """[...] fp32: partial sums where several blocks share an output tile."""
+    counters: torch.Tensor
+    """[...] int32, zero between launches: blocks that have delivered their partial sum."""
+    dequantised: torch.Tensor
+    """[largest N * K] bf16, empty if no weight needs it."""
+    gate_up: torch.Tensor
+    """[rows * largest N of a gate/up weight] bf16."""
+    x_fp8: torch.Tensor
+    """[rows * largest K of a weight with an FP8 copy] float8_e4m3fn."""
+    x_scale: torch.Tensor
+    """[rows] fp32."""
+
+
+def make_workspace(weights: Iterable[Weight], rows: int) -> Workspace:
+    """Allocate what products with `weights` of up to `rows` rows need.
+
+    Args:
+        weights: all weights that will be used with this workspace, on one device.
+        rows: the largest M.
+
+    Raises:
+        ValueError: `weights` is empty.
+    """
+    given = list(weights)
+    if not given:
+        raise ValueError("make_workspace needs the weights that it is for")
+    device = _device(given[0])
+    nvfp4 = [weight for weight in given if isinstance(weight, Nvfp4Weight)]
+    many = rows > SKINNY_ROWS
+    scratch = max((w.shape[0] * w.shape[1] for w in nvfp4 if many and w.fp8 is None), default=0)
+    gate_up = max((w.shape[0] for w in nvfp4 if many and w.gate_up), default=0)
+    fp8 = max((w.shape[1] for w in given if many and _fp8_copy(w) is not None), default=0)
+    return Workspace(
+        partials=torch.empty(skinny.PARTIALS, dtype=torch.float32, device=device),
+        counters=torch.zeros(skinny.COUNTERS, dtype=torch.int32, device=device),
+        dequantised=torch.empty(scratch, dtype=torch.bfloat16, device=device),
+        gate_up=torch.empty(rows * gate_up, dtype=torch.bfloat16, device=device),
+        x_fp8=torch.empty(rows * fp8, dtype=FP8, device=device),
+        x_scale=torch.empty(rows if fp8 else 0, dtype=torch.float32, device=device),
+    )
+
+
+def linear(
+    x: torch.Tensor,
+    weight: Weight,
+    workspace: Workspace,
+    out: torch.Tensor | None = None,
+    x_fp8: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight.T.
+
+    Args:
+        x: [M, K] bf16, rows contiguous (stride 1 along K). Only its shape is read where `x_fp8` is used.
+        weight: a prepared weight [N, K].
+        workspace: of `make_workspace` for this weight and at least M rows.
+        out: [M, N] bf16, contiguous; made if None.
+        x_fp8: [M, K] float8_e4m3fn and
+        x_scale: [M] fp32, x = x_fp8 * x_scale: used by weights with an FP8 copy when M > `SKINNY_ROWS`. Without them `x`
+            is quantised here.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: shapes, dtypes or the size of the workspace do not fit.
+    """
+    m, (n, k) = x.shape[0], weight.shape
+    if x.ndim != 2 or x.shape[1] != k or x.dtype != torch.bfloat16 or x.stride(1) != 1:
+        raise ValueError(f"x must be bf16 rows of {k} values side by side, got {x.dtype} {tuple(x.shape)} {x.stride()}")
+    if out is None:
+        out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    elif out.shape != (m, n) or out.dtype != torch.bfloat16 or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous bf16 [{m}, {n}], got {out.dtype} {tuple(out.shape)} {out.stride()}")
+    if m == 0:
+        return out
+    if m <= SKINNY_ROWS and not isinstance(weight, Bf16Weight):
+        skinny.product(x, weight, workspace.partials, workspace.counters, out)
+        return out
+    copy = _fp8_copy(weight) if m > SKINNY_ROWS else None
+    if copy is not None:
+        if x_fp8 is None or x_scale is None:
+            x_fp8, x_scale = _scratch(workspace.x_fp8, m, k), _scratch(workspace.x_scale, m)
+            quantise_rows(x, x_fp8, x_scale)
+        return _product_fp8(x_fp8, x_scale, copy, out)
+    if isinstance(weight, Fp8BlockWeight):
+        return dequantise.product_fp8_block(x, weight, out)
+    return torch.mm(x, _plain(weight, workspace).t(), out=out)
+
+
+def linear_swiglu(
+    x: torch.Tensor,
+    weight: Nvfp4Weight,
+    workspace: Workspace,
+    out: torch.Tensor | None = None,
+    x_fp8: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    fp8: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T) for a weight prepared with `gate_up=True`.
+
+    Args:
+        x, weight, workspace, x_fp8, x_scale: as in `linear`.
+        out: [M, N / 2] bf16, contiguous; made if None.
+        fp8: (values [M, N / 2] float8_e4m3fn, row scales [M] fp32): written when given and M > `SKINNY_ROWS`, and `out`
+            then is not.
+
+    Returns:
+        `out`.
+    """
+    if not weight.gate_up:
+        raise ValueError("linear_swiglu needs a weight prepared with gate_up=True")
+    m, n = x.shape[0], weight.shape[0]
+    if out is None:
+        out = torch.empty(m, n // 2, dtype=torch.bfloat16, device=x.device)
+    if m == 0:
+        return out
+    if m <= SKINNY_ROWS:
+        skinny.product(x, weight, workspace.partials, workspace.counters, out, activate=True)
+        return out
+    both = linear(x, weight, workspace, _scratch(workspace.gate_up, m, n), x_fp8, x_scale)
+    swiglu(both, out=None if fp8 is not None else out, fp8=fp8)
+    return out
+
+
+def quantise_rows(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """Quantise activations to e4m3 with one scale a row, amax / 448.
+
+    Args:
+        x: [M, K] bf16, rows contiguous.
+        values: [M, K] float8_e4m3fn, written.
+        scales: [M] fp32, written: x = values * scales.
+    """
+    dequantise.quantise_rows(x, values, scales)
+
+
+def _product_fp8(x: torch.Tensor, x_scale: torch.Tensor, weight: Fp8RowWeight, out: torch.Tensor) -> torch.Tensor:
+    return torch._scaled_mm(
+        x,
+        weight.values.t(),
+        scale_a=x_scale.unsqueeze(1),
+        scale_b=weight.scales.unsqueeze(0),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+        out=out,
+    )
+
+
+def _plain(weight: Weight, workspace: Workspace) -> torch.Tensor:
+    if isinstance(weight, Bf16Weight):
+        return weight.values
+    assert isinstance(weight, Nvfp4Weight)
+    values = _scratch(workspace.dequantised, *weight.shape)
+    dequantise.nvfp4_to_bf16(weight, values)
+    return values
+
+
+def _fp8_copy(weight: Weight) -> Fp8RowWeight | None:
+    if isinstance(weight, Fp8RowWeight):
+        return weight
+    return weight.fp8 if isinstance(weight, Bf16Weight | Nvfp4Weight) else None
+
+
+def _scratch(flat: torch.Tensor, *shape: int) -> torch.Tensor:
+    size = 1
+    for extent in shape:
+        size *= extent
+    if size > flat.numel():
+        raise ValueError(
+            f"the workspace has {flat.numel()} elements of {flat.dtype} where {shape} needs {size}: make it with this"
+            " weight and at least this number of rows"
+        )
+    return flat[:size].view(shape)
+
+
+def _device(weight: Weight) -> torch.device:
+    return weight.codes.device if isinstance(weight, Nvfp4Weight) else weight.values.device
+
+
+__all__ = ["SKINNY_ROWS", "Workspace", "linear", "linear_swiglu", "make_workspace", "quantise_rows"]
