@@ -14,7 +14,9 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,15 @@ def _generator(seed: int, name: str, piece: int) -> np.random.SFC64:
     return np.random.SFC64(int.from_bytes(digest, "little"))
 
 
+@cache
+def _normal_quantiles(deviation: float) -> np.ndarray:
+    """The 65536 quantiles of a normal distribution, in BF16 as uint16: a draw by inversion at the speed of memory."""
+    normal = NormalDist(0.0, deviation)
+    values = np.array([normal.inv_cdf((number + 0.5) / 65536) for number in range(65536)], np.float32)
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
 def draw(job: Job, seed: int, piece: int, count: int) -> np.ndarray:
     """Bytes (uint8) of `count` elements of a tensor's piece."""
     source = _generator(seed, job.tensor.name, piece)
@@ -113,9 +124,8 @@ def draw(job: Job, seed: int, piece: int, count: int) -> np.ndarray:
         values = np.log(np.random.Generator(source).uniform(1.0, 16.0, count))
         return _as_bytes(values.astype(np.float32), job.tensor.dtype)
     if job.kind == "normal":
-        values = np.random.Generator(source).standard_normal(count, np.float32)
-        values *= np.float32(job.value)
-        return _as_bytes(values, job.tensor.dtype)
+        uniform = source.random_raw(-(-count // 4)).view(np.uint16)[:count]
+        return np.take(_normal_quantiles(job.value), uniform).view(np.uint8)
     raw = source.random_raw(-(-count // 8)).view(np.uint8)[:count]
     if job.kind == "scales":
         raw &= 7
