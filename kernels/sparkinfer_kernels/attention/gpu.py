@@ -7,12 +7,20 @@ fixed by the workspace, so that a captured graph serves any lengths.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+import triton
+
+from sparkinfer_kernels.attention.configs import DECODE, MAX_PIECES, MIN_PIECE, PREFILL, TileConfig, nearest
+from sparkinfer_kernels.attention.decode_kernel import attention_decode_kernel
+from sparkinfer_kernels.attention.plan_kernel import plan_decode_kernel, plan_prefill_kernel
+from sparkinfer_kernels.attention.prefill_kernel import attention_prefill_kernel
 
 BLOCK_TOKENS = 16
 """Tokens of a KV block."""
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +33,20 @@ class AttentionWorkspace:
     heads: int
     kv_heads: int
     head_dim: int
-    decode_programs: int
-    """Programs of the decode grid, and the most pieces a step is cut into per key head group."""
+    decode_config: TileConfig
+    prefill_config: TileConfig
     decode_items: torch.Tensor
     """[items, 4] int32: row, first token, end token, piece number within the row; row -1 for no work."""
     decode_pieces: torch.Tensor
-    """[rows, 2] int32: the row's first item and number of pieces."""
+    """[n, 2] int32: the row's first item and number of pieces."""
     partial_out: torch.Tensor
-    """[items, Hkv, G, D] fp32: each piece's normalised output."""
+    """[items, Hkv, Hq / Hkv, D] fp32: each piece's normalised output."""
     partial_lse: torch.Tensor
-    """[items, Hkv, G] fp32: log2 of each piece's sum of exponentials, scale included."""
+    """[items, Hkv, Hq / Hkv] fp32: log2 of each piece's sum of exponentials, scale included."""
     counters: torch.Tensor
-    """[rows, Hkv] int32, zero between launches."""
+    """[n, Hkv] int32, zero between launches."""
     prefill_tiles: torch.Tensor
-    """[tiles, 2] int32: sequence and tile number within it, longest context first; sequence -1 for no work."""
+    """[tiles, 2] int32: sequence and tile number within it; sequence -1 for no work."""
 
 
 def make_workspace(
@@ -49,7 +57,8 @@ def make_workspace(
     kv_heads: int,
     head_dim: int,
     device: torch.device,
-    multiprocessors: int | None = None,
+    decode_config: TileConfig | None = None,
+    prefill_config: TileConfig | None = None,
 ) -> AttentionWorkspace:
     """Allocate the buffers of one step shape.
 
@@ -58,10 +67,61 @@ def make_workspace(
         max_prefill_tokens: padded number of prompt tokens of the step (0: no prefill part).
         max_sequences: padded number R of prefill sequences.
         heads, kv_heads, head_dim: Hq, Hkv, D; Hq / Hkv at most 16, D a power of two.
-        device: the GPU.
-        multiprocessors: of the GPU; read from it when None.
+        device: the GPU (or the CPU under Triton's interpreter).
+        decode_config, prefill_config: tile sizes; the shipped ones of the device's architecture when None.
+
+    Raises:
+        ValueError: heads that the kernels do not serve.
     """
-    raise NotImplementedError
+    if heads % kv_heads or heads // kv_heads > 16 or head_dim & (head_dim - 1):
+        raise ValueError(
+            f"{heads} query heads on {kv_heads} key heads of {head_dim}: at most 16 per key head, a power of two wide"
+        )
+    arch, processors = 90, 132
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        arch, processors = properties.major * 10 + properties.minor, properties.multi_processor_count
+    decode_config = decode_config or nearest(DECODE, arch)
+    prefill_config = prefill_config or nearest(PREFILL, arch)
+    # One wave of programs where the rows allow it; half a row more each where they alone fill the GPU, so that
+    # one long context among many short ones is still cut.
+    items = max(processors * decode_config.programs // kv_heads, max_decode_rows * 3 // 2) if max_decode_rows else 0
+    tiles = -(-max_prefill_tokens // prefill_config.rows) + max_sequences if max_prefill_tokens else 0
+    group = heads // kv_heads
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    return AttentionWorkspace(
+        max_decode_rows=max_decode_rows,
+        max_prefill_tokens=max_prefill_tokens,
+        max_sequences=max_sequences,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        decode_config=decode_config,
+        prefill_config=prefill_config,
+        decode_items=ints(items, 4) - 1,
+        decode_pieces=ints(max_decode_rows, 2),
+        partial_out=torch.empty(items, kv_heads, group, head_dim, device=device),
+        partial_lse=torch.empty(items, kv_heads, group, device=device),
+        counters=ints(max_decode_rows, kv_heads),
+        prefill_tiles=ints(tiles, 2) - 1,
+    )
+
+
+def _check_caches(
+    workspace: AttentionWorkspace, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_scales: torch.Tensor | None
+) -> bool:
+    """Whether the cache is FP8; ValueError where the kernels would read it wrongly."""
+    shape = (BLOCK_TOKENS, workspace.kv_heads, workspace.head_dim)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.shape[1:] != shape or not cache.is_contiguous():
+            raise ValueError(f"{name} {tuple(cache.shape)} must be contiguous [blocks, {', '.join(map(str, shape))}]")
+    fp8 = k_cache.dtype == torch.float8_e4m3fn
+    if fp8 and kv_scales is None:
+        raise ValueError("an FP8 cache needs kv_scales [2, kv_heads]")
+    return fp8
 
 
 def plan(
@@ -80,7 +140,36 @@ def plan(
             sequences have length 0. None: no prefill part.
         starts: [R] int32, tokens of each prefill sequence that are in the cache already.
     """
-    raise NotImplementedError
+    if decode_positions is not None and decode_positions.shape[0]:
+        n, items = decode_positions.shape[0], workspace.decode_items.shape[0]
+        if n > workspace.max_decode_rows:
+            raise ValueError(f"{n} decode rows in a workspace of {workspace.max_decode_rows}")
+        plan_decode_kernel[(1,)](
+            decode_positions,
+            workspace.decode_items,
+            workspace.decode_pieces,
+            n,
+            items,
+            ROWS=triton.next_power_of_2(n),
+            ITEMS=triton.next_power_of_2(items),
+            MIN_PIECE=MIN_PIECE,
+            MAX_PIECES=MAX_PIECES,
+            num_warps=8,
+        )
+    if cu_seqlens is not None and starts is not None:
+        sequences, tiles = starts.shape[0], workspace.prefill_tiles.shape[0]
+        if sequences > workspace.max_sequences:
+            raise ValueError(f"{sequences} prefill sequences in a workspace of {workspace.max_sequences}")
+        plan_prefill_kernel[(1,)](
+            cu_seqlens,
+            workspace.prefill_tiles,
+            sequences,
+            tiles,
+            SEQUENCES=triton.next_power_of_2(sequences),
+            TILES=triton.next_power_of_2(tiles),
+            M=workspace.prefill_config.rows,
+            num_warps=4,
+        )
 
 
 def attention_decode(
@@ -89,7 +178,6 @@ def attention_decode(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
-    positions: torch.Tensor,
     scale: float,
     workspace: AttentionWorkspace,
     out: torch.Tensor,
@@ -102,7 +190,6 @@ def attention_decode(
         gate: [n, Hq, D] bf16, rows may be strided (`rotary.gpu.gate_view`).
         k_cache, v_cache: [blocks, 16, Hkv, D] contiguous, bf16 or float8_e4m3fn.
         block_table: [n, max_blocks] int32; entries beyond a row's context are not read.
-        positions: [n] int32, as given to `plan`.
         scale: of the scores.
         workspace: after `plan` of this step.
         out: [n, Hq, D] (or [n, Hq * D]) bf16 contiguous, written.
@@ -111,7 +198,37 @@ def attention_decode(
     Returns:
         `out`.
     """
-    raise NotImplementedError
+    config = workspace.decode_config
+    fp8 = _check_caches(workspace, k_cache, v_cache, kv_scales)
+    if q.shape[0] == 0:
+        return out
+    attention_decode_kernel[(workspace.kv_heads, workspace.decode_items.shape[0])](
+        q,
+        gate,
+        k_cache,
+        v_cache,
+        block_table,
+        kv_scales,
+        workspace.decode_items,
+        workspace.decode_pieces,
+        workspace.partial_out,
+        workspace.partial_lse,
+        workspace.counters,
+        out,
+        gate.stride(0),
+        block_table.stride(0),
+        scale * LOG2_E,
+        HQ=workspace.heads,
+        HKV=workspace.kv_heads,
+        D=workspace.head_dim,
+        TOKENS=config.tokens,
+        FP8=fp8,
+        ROWS=triton.next_power_of_2(workspace.heads // workspace.kv_heads),
+        MAX_PIECES=MAX_PIECES,
+        STAGES=config.stages,
+        num_warps=config.warps,
+    )
+    return out
 
 
 def attention_prefill(
@@ -146,4 +263,33 @@ def attention_prefill(
     Returns:
         `out`.
     """
-    raise NotImplementedError
+    config = workspace.prefill_config
+    fp8 = _check_caches(workspace, k_cache, v_cache, kv_scales)
+    if q.shape[0] == 0:
+        return out
+    # Fewer tokens than the workspace was made for need fewer tiles: the list is filled from its beginning.
+    tiles = min(workspace.prefill_tiles.shape[0], -(-q.shape[0] // config.rows) + starts.shape[0])
+    attention_prefill_kernel[(workspace.heads, tiles)](
+        q,
+        gate,
+        k_cache,
+        v_cache,
+        block_table,
+        kv_scales,
+        cu_seqlens,
+        starts,
+        workspace.prefill_tiles,
+        out,
+        gate.stride(0),
+        block_table.stride(0),
+        scale * LOG2_E,
+        HQ=workspace.heads,
+        HKV=workspace.kv_heads,
+        D=workspace.head_dim,
+        M=config.rows,
+        N=config.tokens,
+        FP8=fp8,
+        STAGES=config.stages,
+        num_warps=config.warps,
+    )
+    return out

@@ -1,0 +1,160 @@
+"""Triton kernel of split-KV decode attention (flash-decoding: Dao et al. 2023; online softmax: Milakov and
+Gimelshein 2018, arXiv 1805.02867) over a paged cache.
+
+A program attends the query heads of one key head, padded to 16 rows, to one piece of a row's context. The last program
+of a (row, key head) to finish combines all its pieces in order, so that the result does not depend on who was last.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _finish(
+    value,
+    gate_ptr,
+    out_ptr,
+    row,
+    gate_stride,
+    head,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Gate and store the GROUP real rows of a value [ROWS, D]."""
+    r = tl.arange(0, ROWS)
+    c = tl.arange(0, D)
+    place = (head * GROUP + r)[:, None] * D + c[None, :]
+    live = (r < GROUP)[:, None]
+    gate = tl.load(gate_ptr + row * gate_stride + place, mask=live, other=0.0).to(tl.float32)
+    value = value * tl.sigmoid(gate)
+    tl.store(out_ptr + row * (HQ * D) + place, value.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _combine(
+    partial_ptr,
+    lse_ptr,
+    first,
+    pieces,
+    head,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+):
+    """Weighted sum of a row's pieces: [ROWS, D]. Read past the first-level cache: other programs wrote them."""
+    r = tl.arange(0, ROWS)
+    c = tl.arange(0, D)
+    p = tl.arange(0, MAX_PIECES)
+    seen = (p < pieces)[:, None] & (r < GROUP)[None, :]
+    lse = tl.load(
+        lse_ptr + ((first + p) * HKV + head)[:, None] * GROUP + r[None, :],
+        mask=seen,
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    top = tl.max(lse, axis=0)
+    top = tl.where(r < GROUP, top, 0.0)
+    total = tl.sum(tl.exp2(lse - top[None, :]), axis=0)
+    value = tl.zeros([ROWS, D], dtype=tl.float32)
+    for begin in range(0, pieces, 4):
+        for step in tl.static_range(4):
+            piece = begin + step
+            live = (r < GROUP) & (piece < pieces)
+            base = ((first + piece) * HKV + head) * GROUP
+            one = tl.load(lse_ptr + base + r, mask=live, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(
+                partial_ptr + (base + r)[:, None] * D + c[None, :], mask=live[:, None], other=0.0, cache_modifier=".cg"
+            )
+            value += tl.exp2(one - top)[:, None] * part
+    return value / tl.where(r < GROUP, total, 1.0)[:, None]
+
+
+@triton.jit
+def attention_decode_kernel(
+    q_ptr,
+    gate_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    table_ptr,
+    scales_ptr,
+    items_ptr,
+    pieces_ptr,
+    partial_ptr,
+    lse_ptr,
+    counters_ptr,
+    out_ptr,
+    gate_stride,
+    table_stride,
+    scale_log2,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (Hkv, items)."""
+    GROUP: tl.constexpr = HQ // HKV
+    head = tl.program_id(0)
+    item = tl.program_id(1)
+    row = tl.load(items_ptr + 4 * item).to(tl.int64)
+    if row >= 0:
+        begin = tl.load(items_ptr + 4 * item + 1)
+        end = tl.load(items_ptr + 4 * item + 2)
+        first = tl.load(pieces_ptr + 2 * row)
+        pieces = tl.load(pieces_ptr + 2 * row + 1)
+        r = tl.arange(0, 16)
+        c = tl.arange(0, D)
+        t = tl.arange(0, TOKENS)
+        live = r < GROUP
+        q = tl.load(
+            q_ptr + row * (HQ * D) + (head * GROUP + r)[:, None] * D + c[None, :], mask=live[:, None], other=0.0
+        )
+        if FP8:
+            scale_log2 *= tl.load(scales_ptr + head)
+        table_ptr += row * table_stride
+        top = tl.full([16], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([16], dtype=tl.float32)
+        acc = tl.zeros([16, D], dtype=tl.float32)
+        block = tl.load(table_ptr + (begin + t) // 16, mask=begin + t < end, other=0)
+        for at in tl.range(begin, end, TOKENS, num_stages=STAGES):
+            seen = at + t < end
+            place = ((block.to(tl.int64) * 16 + t % 16) * HKV + head) * D
+            k = tl.load(k_cache_ptr + place[:, None] + c[None, :], mask=seen[:, None], other=0.0)
+            v = tl.load(v_cache_ptr + place[:, None] + c[None, :], mask=seen[:, None], other=0.0)
+            block = tl.load(table_ptr + (at + TOKENS + t) // 16, mask=at + TOKENS + t < end, other=0)
+            if FP8:
+                k = k.to(q.dtype)
+                v = v.to(q.dtype)
+            s = tl.dot(q, tl.trans(k)) * scale_log2
+            s = tl.where(seen[None, :], s, float("-inf"))
+            higher = tl.maximum(top, tl.max(s, axis=1))
+            p = tl.exp2(s - higher[:, None])
+            decay = tl.exp2(top - higher)
+            total = total * decay + tl.sum(p, axis=1)
+            acc = tl.dot(p.to(q.dtype), v, acc * decay[:, None])
+            top = higher
+        value = acc / total[:, None]
+        if FP8:
+            value *= tl.load(scales_ptr + HKV + head)
+        if pieces == 1:
+            _finish(value, gate_ptr, out_ptr, row, gate_stride, head, HQ, D, GROUP, 16)
+        else:
+            base = (item * HKV + head) * GROUP
+            tl.store(partial_ptr + (base + r)[:, None] * D + c[None, :], value, mask=live[:, None])
+            tl.store(lse_ptr + base + r, top + tl.log2(total), mask=live)
+            # All threads' stores, then one release: the program that counts last sees every piece.
+            tl.debug_barrier()
+            done = tl.atomic_add(counters_ptr + row * HKV + head, 1, sem="acq_rel")
+            if done == pieces - 1:
+                tl.store(counters_ptr + row * HKV + head, 0)
+                whole = _combine(partial_ptr, lse_ptr, first, pieces, head, HKV, D, GROUP, ROWS, MAX_PIECES)
+                _finish(whole, gate_ptr, out_ptr, row, gate_stride, head, HQ, D, GROUP, ROWS)
