@@ -16,8 +16,8 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make release   the whole evaluation: report in reports/<run>/"
-	@echo "make smoke     the same at the smallest scale, a few minutes"
+	@echo "make release   the whole evaluation, of the image where this host can take it: report in reports/<run>/"
+	@echo "make smoke     the same at the smallest scale, from the source tree, a few minutes"
 	@echo "make test      style, types and tests (without the slow ones)"
 	@echo "make test-all  the slow tests too"
 	@echo "make setup     only the virtual environments"
@@ -29,6 +29,7 @@ system:
 	@sh workflow/scripts/system_packages.sh $(PYTHON)
 
 release: system
+	@sh workflow/scripts/system_packages.sh --image
 	@$(ENV) snakemake
 	@$(SNAKEMAKE) release $(ARGS)
 

@@ -25,7 +25,7 @@ localrules:
     setup,
 
 
-# The whole evaluation, as the profile says.
+# The whole evaluation, as the profile says, up to the attested image (workflow/rules/container.smk).
 rule release:
     input:
         target_files("release"),
@@ -50,6 +50,7 @@ onstart:
 onsuccess:
     finish()
     require_targets()
+    go_on()
 
 
 onerror:

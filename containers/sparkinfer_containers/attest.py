@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from sparkinfer.identity import file_sha256
 from sparkinfer_containers.errors import UsageProblem
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.model import BUNDLE, EMPTY, MANIFEST, Descriptor, referrer_manifest
-from sparkinfer_containers.sign import sign
+from sparkinfer_containers.sign import encode, sign
 from sparkinfer_containers.statements import EVALUATION, EVALUATION_SOURCE, SHORT_NAMES, statement
 from sparkinfer_containers.trust import Credentials
 from sparkinfer_containers.verify.report import ENGINE, report_files, subject_of
@@ -133,16 +134,49 @@ def sign_and_attach(
     ]
 
 
+def _statement(bundle: str) -> dict[str, Any]:
+    """The statement inside a bundle, unverified: to compare with one that is about to be signed."""
+    made: dict[str, Any] = json.loads(base64.b64decode(json.loads(bundle)["dsseEnvelope"]["payload"]))
+    return made
+
+
 def sign_report(report_folder: Path, made: Mapping[str, Any], held: Credentials) -> Path:
-    """Sign the evaluation statement `made` into the report's `bundles/`. Raises UsageProblem when one is there."""
+    """Sign the evaluation statement `made` into the report's `bundles/`; returns the bundle.
+
+    A bundle of the same statement is kept. Raises UsageProblem when another one is there.
+    """
     folder = report_folder / "bundles"
     name = f"{SHORT_NAMES[str(made['predicateType'])]}.sigstore.json"
     target = folder / name
     if target.exists():
+        if _statement(target.read_text(encoding="utf-8")) == json.loads(encode(made)):
+            return target
         raise UsageProblem(f"{target} exists: a report is signed once; render it to another folder to sign it anew")
     (bundle,) = sign([made], held)
-    folder.mkdir(exist_ok=True)
-    temporary = folder / f".{name}.part"
-    temporary.write_text(bundle, encoding="utf-8")
-    temporary.rename(target)
+    _write(target, bundle)
     return target
+
+
+def _write(target: Path, text: str) -> None:
+    target.parent.mkdir(exist_ok=True)
+    temporary = target.with_name(f".{target.name}.part")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.rename(target)
+
+
+def exchange(layout: Layout, image: Descriptor, report_folder: Path, evaluation_bundle: Path) -> None:
+    """Attach a report's signed evaluation to its image, and put the image's other bundles beside the report's.
+
+    An earlier evaluation of the same run makes way: the layout is this host's own and not published.
+    """
+    bundle = evaluation_bundle.read_text(encoding="utf-8")
+    run = _statement(bundle)["predicate"]["run"]
+    for item in list(layout.referrers(image.digest)):
+        manifest = json.loads(layout.manifest(item.digest))
+        held = layout.blob_path(manifest["layers"][0]["digest"]).read_text(encoding="utf-8")
+        said = _statement(held)
+        if said["predicateType"] != EVALUATION:
+            _write(report_folder / "bundles" / f"{SHORT_NAMES[said['predicateType']]}.sigstore.json", held)
+        elif said["predicate"]["run"] == run:
+            layout.unlist_manifest(item.digest)
+    attach(layout, image, bundle, EVALUATION)

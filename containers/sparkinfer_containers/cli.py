@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer_containers import attest, loopback, ship
-from sparkinfer_containers.errors import DigestProblem
+from sparkinfer_containers.errors import DigestProblem, UsageProblem
 from sparkinfer_containers.image import build, debs, rebuild, settings, wheels
 from sparkinfer_containers.image.run import SHARED, Container, unpack_image
 from sparkinfer_containers.oci.layout import Layout
@@ -43,9 +42,14 @@ def _build(args: argparse.Namespace) -> int:
     recipe = settings.load(args.repository, args.variant, args.name)
     start = time.monotonic()
     record = build.build(recipe, args.repository.absolute(), args.output, _caches(args), args.scratch, args.revision)
-    print(f"{record['digest']}  {record['reference']}  built in {time.monotonic() - start:.0f} s")
+    seconds = round(time.monotonic() - start, 1)
+    # Beside the image's record, which is the same on every machine.
+    _write_record(args.output / "timing.json", {"schema": "sparkinfer/build-timing/v1", "seconds": seconds})
+    print(f"{record['digest']}  {record['reference']}  built in {seconds:.0f} s")
     for layer in record["layers"]:
         print(f"  {layer['size'] / 1e6:8.1f} MB  {layer['name']}")
+        largest = sorted(layer["packages"].items(), key=lambda item: -item[1])
+        print("             " + ", ".join(f"{name} {size / 1e6:.1f}" for name, size in largest[:5] if size >= 1e5))
     print(f"  {record['unpacked_bytes'] / 1e6:8.1f} MB  unpacked")
     return 0
 
@@ -61,13 +65,24 @@ def _relock(args: argparse.Namespace) -> int:
 
 
 def _rebuild_check(args: argparse.Namespace) -> int:
+    start = time.monotonic()
     found = rebuild.rebuild(args.image, args.repository.absolute(), _caches(args), args.scratch or args.image.parent)
     digest = Layout(args.image / "layout").image().digest
     if found:
         print(f"NOT REPRODUCED {digest}", *(f"  {line}" for line in found), sep="\n")
         return 1
-    print(f"reproduced bit by bit: {digest}")
+    seconds = round(time.monotonic() - start, 1)
+    print(f"reproduced bit by bit in {seconds:.0f} s: {digest}")
+    if args.record:
+        _write_record(args.record, {"schema": "sparkinfer/rebuilt/v1", "digest": digest, "seconds": seconds})
     return 0
+
+
+def _write_record(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    temporary.rename(path)
 
 
 def _claims(recipe: settings.Recipe) -> dict[str, str]:
@@ -117,8 +132,18 @@ def _find_report(args: argparse.Namespace) -> int:
 def _sign_report(args: argparse.Namespace) -> int:
     made = attest.evaluation(args.report, args.raw)
     recipe = settings.load(args.repository, "cpu")
+    start = time.monotonic()
     with credentials(args.trust, claims=_claims(recipe)) as held:
-        print(f"signed {attest.sign_report(args.report, made, held)} ({made['predicateType']})")
+        bundle = attest.sign_report(args.report, made, held)
+    print(f"signed {bundle} ({made['predicateType']})")
+    if args.image:
+        layout = Layout(args.image / "layout")
+        image = layout.image()
+        if attest.subject_digest(made) != image.digest:
+            raise UsageProblem(f"{args.report} did not measure {image.digest}: its evaluation is not attached to it")
+        attest.exchange(layout, image, args.report, bundle)
+        print(f"attached the evaluation to {image.digest}")
+    print(f"in {time.monotonic() - start:.2f} s, trust: {args.trust}")
     return 0
 
 
@@ -146,13 +171,7 @@ def _unpack(args: argparse.Namespace) -> int:
     layout = Layout(args.image / "layout" if (args.image / "layout").is_dir() else args.image)
     digest = layout.image().digest
     unpack_image(layout, digest, args.output)
-    if args.exports:
-        record = json.loads((args.image / "image.json").read_text(encoding="utf-8"))
-        values = {"SPARKINFER_IMAGE_DIGEST": digest, "ATTEST_IMAGE_REFERENCE": record["reference"]}
-        values["ATTEST_UNPACKED_IMAGE"] = str(args.output.absolute())
-        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in values.items()))
-    else:
-        print(f"{digest} unpacked in {args.output}")
+    print(f"{digest} unpacked in {args.output}")
     return 0
 
 
@@ -195,12 +214,7 @@ def _forward_signals(container: Container) -> int:
 
 
 def _ship(args: argparse.Namespace) -> int:
-    record = ship.ship(args.image, args.model, args.work, args.trusted_root)
-    text = json.dumps(record, indent=1, sort_keys=True) + "\n"
-    args.record.parent.mkdir(parents=True, exist_ok=True)
-    temporary = args.record.with_suffix(".part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.rename(args.record)
+    _write_record(args.record, ship.ship(args.image, args.model, args.work, args.trusted_root, args.evaluated))
     return 0
 
 
@@ -258,6 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("variants", nargs="*", default=["cpu", "cuda13"])
     made = add("rebuild-check", _rebuild_check, "build again elsewhere and compare bit by bit", cached)
     made.add_argument("image", type=_path, help="folder that `build` made")
+    made.add_argument("--record", type=_path, help="JSON file that is written when the digests are equal")
     made = add("attest", _attest, "sign provenance, SBOM and evaluation and attach them", signing)
     made.add_argument("image", type=_path, help="folder that `build` made")
     made.add_argument("--report", type=_path, help="reports/RUN to sign; attached when it measured this image")
@@ -266,6 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("image", type=_path)
     made = add("sign-report", _sign_report, "sign a report folder", signing)
     made.add_argument("report", type=_path)
+    made.add_argument("--image", type=_path, help="image folder that the report measured: attach the evaluation to it")
     made = add("push", _push, "push an image and its attestations")
     made.add_argument("image", type=_path)
     made.add_argument("reference", help="HOST/NAME:TAG")
@@ -276,7 +292,6 @@ def _parser() -> argparse.ArgumentParser:
     made = add("unpack", _unpack, "unpack an image for `run`")
     made.add_argument("image", type=_path)
     made.add_argument("output", type=_path)
-    made.add_argument("--exports", action="store_true", help="print shell exports for a sweep that measures this image")
     made = add("run", _run, "run an unpacked image under bubblewrap")
     made.add_argument("unpacked", type=_path)
     made.add_argument("--models", type=_path, help="folder shown read-only at /models")
@@ -285,8 +300,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("arguments", nargs="*")
     made = add("serve", _serve, "run `sparkinfer serve MODEL ...` from an unpacked image")
     made.add_argument("model", type=_path)
-    unpacked = os.environ.get("ATTEST_UNPACKED_IMAGE")
-    made.add_argument("--unpacked", type=_path, default=unpacked and Path(unpacked), required=not unpacked)
+    made.add_argument("--unpacked", type=_path, required=True, help="folder that `unpack` or `pull` made")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of `sparkinfer serve`")
     made = add("ship", _ship, "push an attested image to a loopback registry, verify, pull, run and ask it")
     made.add_argument("image", type=_path)
@@ -294,6 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--work", type=_path, required=True, help="folder for the registry and the unpacked image")
     made.add_argument("--record", type=_path, required=True, help="JSON file with what was proved and the times")
     made.add_argument("--trusted-root", type=_path)
+    made.add_argument("--run", dest="evaluated", help="name of the run whose evaluation has to be attached")
     made = add("registry", _registry, "serve a docker-registry on loopback until SIGTERM")
     made.add_argument("storage", type=_path)
     made = add("instance", _instance, "serve the private sigstore instance on loopback until SIGTERM")

@@ -6,6 +6,7 @@ The registry is Debian's docker-registry on loopback. Every step is timed; the r
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import httpx
 
 from sparkinfer.errors import EnvironmentProblem
 from sparkinfer_containers import loopback
+from sparkinfer_containers.errors import DigestProblem
 from sparkinfer_containers.image.run import Container, unpack_image
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.registry import Reference, Registry
@@ -108,14 +110,18 @@ def ask(unpacked: Path, model: Path, log: Path, timings: Timings) -> dict[str, A
     return info
 
 
-def ship(image: Path, model: Path, work: Path, trusted_root: Path | None = None) -> dict[str, Any]:
+def ship(
+    image: Path, model: Path, work: Path, trusted_root: Path | None = None, run: str | None = None
+) -> dict[str, Any]:
     """Push, verify, pull, run and ask. Returns the record; raises the first problem.
 
-    `image` is a folder that `build` made and `attest` signed; `work` holds the registry and the unpacked image.
+    `image` is a folder that `build` made and `attest` signed; `work` is made anew and keeps the registry's storage.
+    `run` names the run whose evaluation has to be among the attestations.
     """
     record: dict[str, Any] = json.loads((image / "image.json").read_text(encoding="utf-8"))
     layout, timings = Layout(image / "layout"), Timings()
-    work.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
     with loopback.registry(work / "registry") as host:
         reference = Reference.parse(f"{host}/{record['name']}:{record['reference'].rsplit(':', 1)[1]}")
         with timings.step("push"):
@@ -123,18 +129,21 @@ def ship(image: Path, model: Path, work: Path, trusted_root: Path | None = None)
         with timings.step("verify"):
             outcome = verify(reference, digest, trusted_root)
         print(outcome.to_text(), flush=True)
+        if run is not None and run not in outcome.evaluations:
+            raise DigestProblem(f"no evaluation of run {run} is attached to {digest}: {outcome.evaluations or 'none'}")
         with timings.step("pull and unpack"), Registry(reference, anonymous=True) as registry:
             unpack_image(registry, digest, work / "unpacked")
     info = ask(work / "unpacked", model, work / "server.log", timings)
+    shutil.rmtree(work / "unpacked")
     return {
         "schema": "sparkinfer/shipped/v1",
         "digest": digest,
         "reference": record["reference"],
         "level": outcome.level,
         "proved": outcome.proved,
+        "evaluations": outcome.evaluations,
         "not_proved": outcome.not_proved,
         "model_digest": info["model_digest"],
         "unpacked_bytes": record["unpacked_bytes"],
-        "layers": record["layers"],
         "seconds": timings.seconds,
     }

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from sparkinfer_containers import entrypoint, health
 from sparkinfer_containers.image import debs, rootfs, sbom, settings, wheels
-from sparkinfer_containers.image.build import config
+from sparkinfer_containers.image.build import SOURCE_LABEL, config, oci_annotations
 from sparkinfer_containers.image.difference import differences
 from sparkinfer_containers.oci.layout import Layout
 
@@ -71,13 +71,14 @@ def test_unknown_name_or_variant(variant: str, name: str | None) -> None:
 
 
 def test_config_is_hardened(recipe: settings.Recipe) -> None:
-    made = config(recipe, [], "0" * 40, 0)["config"]
+    made = config(recipe, [], oci_annotations(recipe, "0" * 40, 0, "sha256:1"), 0)["config"]
     assert made["User"] == "10001:10001"
     assert made["Entrypoint"][:2] == ["/usr/bin/tini", "--"]
     assert made["Volumes"] == {"/models": {}}
     assert made["Healthcheck"]["Test"][-1] == "sparkinfer_containers.health"
     assert "SPARKINFER_MODEL=/models/qwen3.8-27b-nvfp4" in made["Env"]
     assert made["Labels"]["org.opencontainers.image.revision"] == "0" * 40
+    assert made["Labels"][SOURCE_LABEL] == "sha256:1"
 
 
 def test_every_omission_has_a_reason(recipe: settings.Recipe) -> None:
@@ -191,8 +192,17 @@ def test_lock_line_without_digest_is_refused(tmp_path: Path, line: str) -> None:
 def test_omitted_paths_are_named_with_their_reason(tmp_path: Path) -> None:
     (tmp_path / "torch" / "test").mkdir(parents=True)
     (tmp_path / "torch" / "kept.py").touch()
-    assert wheels.omit(tmp_path, {"torch/test": "tests", "absent/*": "none"}) == {"torch/test": "tests"}
+    (tmp_path / "torch" / "test" / "x").write_bytes(b"12345")
+    (tmp_path / "models" / "a").mkdir(parents=True)
+    (tmp_path / "models" / "b").mkdir()
+    patterns = {"torch/test": "tests", "torch/**/x": "gone with its folder", "models/*": "unused", "absent/*": "none"}
+    gone = wheels.omit(tmp_path, patterns, {"models/b": "used"})
+    assert [(item.pattern, item.reason, item.paths, item.bytes) for item in gone] == [
+        ("torch/test", "tests", 1, 5),
+        ("models/*", "unused", 1, 0),
+    ]
     assert [path.name for path in (tmp_path / "torch").iterdir()] == ["kept.py"]
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["b"]
 
 
 def test_sbom_lists_every_package_and_is_the_same_twice(recipe: settings.Recipe) -> None:

@@ -283,8 +283,16 @@ def test_evaluation_without_a_required_field(
 def test_a_report_is_signed_once(signed: Path, raw_results: Path, state: Path) -> None:
     from sparkinfer_containers.errors import UsageProblem
 
-    with credentials("private", state=state) as held, pytest.raises(UsageProblem, match="signed once"):
-        attest.sign_report(signed, attest.evaluation(signed, raw_results), held)
+    made = attest.evaluation(signed, raw_results)
+    bundle = signed / "bundles" / "evaluation-source.sigstore.json"
+    before = bundle.read_bytes()
+    with credentials("private", state=state) as held:
+        assert attest.sign_report(signed, made, held) == bundle
+        assert bundle.read_bytes() == before, "the same statement keeps its bundle"
+        made["predicate"]["scale"] = {"statement": "other", "full": True}
+        with pytest.raises(UsageProblem, match="signed once"):
+            attest.sign_report(signed, made, held)
+    assert bundle.read_bytes() == before
 
 
 def test_figures_of_the_image_are_attached_to_the_image(tmp_path: Path, attested: Any, state: Path, check: Any) -> None:
@@ -303,13 +311,35 @@ def test_figures_of_the_image_are_attached_to_the_image(tmp_path: Path, attested
     made = attest.evaluation(folder, run.folder)
     assert made["predicateType"] == statements.EVALUATION
     with credentials("private", state=state) as held:
-        attest.sign_and_attach(attested.layout, attested.image, [made], held)
-        attest.sign_report(folder, made, held)
+        bundle = attest.sign_report(folder, made, held)
+    attest.exchange(attested.layout, attested.image, folder, bundle)
+    names = {path.name for path in (folder / "bundles").iterdir()}
+    assert names == {f"{name}.sigstore.json" for name in ("evaluation", "provenance", "sbom")}
     code, outcome = check(folder)
     assert code == 0, texts(outcome)
     code, outcome = attested.verify()
     assert code == 0
     assert any("evaluation of this image" in line for line in outcome["proved"])
+    assert outcome["evaluations"] == [run.info["run"]]
+
+
+def test_evaluation_of_a_run_that_was_rendered_anew_takes_the_place_of_the_first(
+    tmp_path: Path, attested: Any, state: Path, signer: Any
+) -> None:
+    """Before anything is published: two evaluations of one run with different content would contradict each other."""
+    predicate = {"run": "r", "schema": "sparkinfer/evaluation/v1", "not_the_shipped_image": False, "models": []}
+    predicate |= {"prompts": [], "cells": [], "decision_rules": [], "machine": {}, "baseline": {}, "git": {}}
+    for number in ("1", "2"):
+        files = {"report.json": number, "requests.parquet": number}
+        made = statements.statement("x", attested.image.digest, statements.EVALUATION, {**predicate, "files": files})
+        folder = tmp_path / number
+        (folder / "bundles").mkdir(parents=True)
+        bundle = folder / "bundles" / "evaluation.sigstore.json"
+        bundle.write_text(signer(made))
+        attest.exchange(attested.layout, attested.image, folder, bundle)
+    code, outcome = attested.verify()
+    assert code == 0, outcome
+    assert outcome["evaluations"] == ["r"]
 
 
 def test_figures_from_source_beside_an_image_are_disclaimed(tmp_path: Path, state: Path, check: Any) -> None:

@@ -64,7 +64,7 @@ def test_first_lines_state_scale_weights_machine_and_versions(raw_run, render):
     for expected in (
         "AIPerf 0.13.0",
         "0.1.0-cpu-0a1b2c3d", "CPU-scale run: lengths divided by 8", "Random weights: spark-tiny-dense", "Test CPU",
-        "vLLM 0.30.0", "torch 2.13.0+cpu", "2026-12-01T10:01:01+00:00", "commands.txt", "no container in this release",
+        "vLLM 0.30.0", "torch 2.13.0+cpu", "2026-12-01T10:01:01+00:00", "commands.txt", "not the shipped image",
     ):  # fmt: skip
         assert expected in head
 
@@ -328,7 +328,7 @@ def test_optional_fields_of_run_json_may_be_absent(raw_run, render):
     path.write_text(json.dumps(info))
     text = (render(raw) / "CHANGELOG.md").read_text()
     assert "Models: spark-tiny-dense (random weights, `sha256:" in text
-    assert "no container in this release" in text
+    assert "not the shipped image" in text
 
 
 def test_trained_models_are_not_called_random(raw_run, render):
@@ -355,7 +355,8 @@ def test_commands_hold_no_path_of_this_machine(raw_run, tmp_path, changes, monke
 @pytest.mark.parametrize(
     ("container", "line"),
     [
-        (None, "no container in this release"),
+        (None, "the source tree, not the shipped image."),
+        ({"measured": False, "reason": "no sandbox here"}, "not the shipped image: no sandbox here."),
         ({"reference": "example.org/s:0.1.0", "digest": "sha256:" + "a" * 64, "measured": False},
          "from the source tree, not the shipped image"),
         ({"reference": "example.org/s:0.1.0", "digest": "sha256:" + "a" * 64, "measured": True, "attested": True},

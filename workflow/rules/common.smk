@@ -1,9 +1,11 @@
 """What the rules share: the plan of each target and small functions that look things up in it."""
 
+import atexit
 import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -12,21 +14,42 @@ from snakemake_interface_executor_plugins.settings import ExecMode
 
 ROOT = Path(workflow.basedir)
 sys.path[:0] = [
-    str(ROOT / folder) for folder in (".", "eval", "kernels", "workflow/scripts")
+    str(ROOT / folder)
+    for folder in (".", "eval", "kernels", "containers", "workflow/scripts")
 ]
 
 from make_env import CannotBuild, digest_of
 from sparkinfer.errors import SparkinferError
 from sparkinfer.identity import json_digest, short
+from sparkinfer_containers.image.choice import Choice, choose
 from sparkinfer_eval.lease.process import descendants
 from sparkinfer_eval.plan.config import for_target, load_config
 from sparkinfer_eval.plan.engines import command
-from sparkinfer_eval.plan.run import make_plan
+from sparkinfer_eval.plan.run import engine_file, make_plan
 
 PYTHON = ".venv/bin/python"
 ENVIRONMENTS = ("engine", "vllm", "aiperf")
 TARGETS = ("release", "smoke")
+CHOICES = {}
 IS_MAIN = workflow.exec_mode == ExecMode.DEFAULT
+
+
+def choose_engine(target, settings):
+    """Image or source tree, for one target; what the main process chose holds for its jobs too."""
+    name = f"EVALUATION_ENGINE_{target.upper()}"
+    if IS_MAIN:
+        found = choose(ROOT, settings.get("engine_from", "auto"), settings["device"])
+        os.environ[name] = json.dumps(asdict(found))
+    return Choice(**json.loads(os.environ[name]))
+
+
+def engine_line(choice):
+    """What a target measures, for the first lines of the output."""
+    if choice.digest:
+        return f"the image {choice.digest}"
+    if choice.pending:
+        return "the image, which is built first: the run is planned, and named, once its digest is known"
+    return f"the source tree, not the shipped image ({choice.reason})"
 
 
 def load_plans():
@@ -38,15 +61,20 @@ def load_plans():
             ROOT / "workflow" / "schemas" / "config.schema.yaml",
             workflow.config_settings.overwrite_config,
         )
-        image = os.environ.get("SPARKINFER_IMAGE_DIGEST") or None
+        own = {target: for_target(settings, target) for target in TARGETS}
+        CHOICES.update(
+            {target: choose_engine(target, own[target]) for target in TARGETS}
+        )
         found = {
-            target: make_plan(ROOT, target, for_target(settings, target), image)
+            target: make_plan(ROOT, target, own[target], CHOICES[target].digest)
             for target in TARGETS
         }
     except (SparkinferError, CannotBuild) as error:
         raise WorkflowError(str(error)) from error
     if IS_MAIN:
         logger.info(f"profile {settings['profile']} ({why})")
+        for target, choice in CHOICES.items():
+            logger.info(f"engine of {target}: {engine_line(choice)}")
         for folder in sorted(
             {
                 m.definition["missing"]
@@ -63,8 +91,11 @@ def load_plans():
 
 PLAN_OF = load_plans()
 PLANS = {plan.run: plan for plan in PLAN_OF.values()}
+CHOICE_OF = {plan.run: CHOICES[target] for target, plan in PLAN_OF.items()}
 ENGINES = {
-    name: chosen for plan in PLANS.values() for name, chosen in plan.engines.items()
+    (name, short(chosen.digest, 12)): chosen
+    for plan in PLANS.values()
+    for name, chosen in plan.engines.items()
 }
 MODELS = {
     (name, model.short_digest): model
@@ -92,7 +123,7 @@ def any_of(values):
 
 wildcard_constraints:
     run=any_of(PLANS),
-    engine=any_of(ENGINES),
+    engine=any_of(name for name, _ in ENGINES),
     model=any_of(name for name, _ in MODELS),
     block=r"\d+",
     rep=r"\d+",
@@ -121,9 +152,17 @@ def environment_python(name):
 
 
 def target_files(target):
-    """What a target asks for: the report and the verdict on it."""
+    """What a target asks for: the signed report, the verdict on it and, of an image, its way through a registry."""
     run = PLAN_OF[target].run
-    return [f"reports/{run}/report.json", f"results/{run}/verdict.json"]
+    if CHOICES[target].pending:
+        return [CHOICES[target].pending]
+    files = ["verdict", "signed"]
+    if CHOICES[target].digest:
+        files += ["shipped", "verified"]
+    return [
+        f"reports/{run}/report.json",
+        *(f"results/{run}/{name}.json" for name in files),
+    ]
 
 
 def plan_of(wildcards):
@@ -131,12 +170,35 @@ def plan_of(wildcards):
     return PLANS[wildcards.run]
 
 
-def engine_source(name):
+def engine_source(plan, name):
     """The folder that an engine's server runs from; None for one that lives in its environment."""
-    chosen = ENGINES[name]
+    chosen = plan.engines[name]
     if chosen.engine.source["kind"] == "lock":
         return None
-    return f"results/engines/{name}-{chosen.digest.removeprefix('sha256:')[:12]}"
+    return f"results/engines/{name}-{short(chosen.digest, 12)}"
+
+
+def measured_image(digest):
+    """The record of a chosen image whose digest starts with `digest`; None for a source tree."""
+    for choice in CHOICES.values():
+        if choice.digest and short(choice.digest, 12) == digest:
+            return choice.record
+    return None
+
+
+def engine_source_inputs(wildcards):
+    """What an engine's source is made from, besides the checkout."""
+    image = measured_image(wildcards.digest)
+    return [environment_record("engine"), *([image] if image else [])]
+
+
+def engine_origin(wildcards):
+    """Options of engine_source.py that say where an engine's source comes from."""
+    image = measured_image(wildcards.digest)
+    if image:
+        return f"--image {Path(image).parent / 'built'}"
+    tag = ENGINES[wildcards.engine, wildcards.digest].tag
+    return f"--tag {tag}" if tag else ""
 
 
 def cell_inputs(wildcards):
@@ -163,12 +225,13 @@ def cell_inputs(wildcards):
 
 def server_inputs(wildcards):
     """What must exist before a server can be started: environments, model, engine source."""
-    chosen = ENGINES[wildcards.engine]
+    plan = plan_of(wildcards)
+    chosen = plan.engines[wildcards.engine]
     files = [
         environment_record(name)
         for name in ("engine", "aiperf", chosen.engine.environment)
     ]
-    source = engine_source(wildcards.engine)
+    source = engine_source(plan, wildcards.engine)
     return [*dict.fromkeys(files), model_manifest(wildcards)] + (
         [f"{source}.json"] if source else []
     )
@@ -182,7 +245,11 @@ def server_options(wildcards):
     session = f"b{wildcards.block}-r{wildcards.rep}"
     options = {
         "folder": "results/.server",
-        "engine": f"{plan.settings.get('engine_folder', 'config/engines')}/{wildcards.engine}.yaml",
+        "engine": str(
+            engine_file(
+                Path(), plan.settings, wildcards.engine, CHOICE_OF[plan.run].digest
+            )
+        ),
         "python": environment_python(chosen.engine.environment),
         "model": model_folder(model),
         "served-name": model.name,
@@ -201,8 +268,8 @@ def server_options(wildcards):
         "block": wildcards.block,
         "rep": wildcards.rep,
     }
-    if engine_source(wildcards.engine):
-        options["source"] = engine_source(wildcards.engine)
+    if engine_source(plan, wildcards.engine):
+        options["source"] = engine_source(plan, wildcards.engine)
     if plan.settings.get("port"):
         options["port"] = plan.settings["port"]
     return [
@@ -262,7 +329,11 @@ def declaration(wildcards):
         "cache": "results/cache",
         "step_trace": "STEPS",
     }
-    values |= {"max_model_len": str(model.max_model_len), "source": "SOURCE"}
+    values |= {
+        "max_model_len": str(model.max_model_len),
+        "source": "SOURCE",
+        "unpacked": "IMAGE",
+    }
     engines = []
     for name, chosen in plan.engines.items():
         argv, env = command(chosen.engine, plan.device, values, environ={})
@@ -301,6 +372,7 @@ def declaration(wildcards):
         },
         "engines": engines,
         "models": models,
+        "container": CHOICE_OF[plan.run].container(),
         "cells": list(plan.cells),
         "checks": settings["checks"],
         "blocks": settings["blocks"],
@@ -347,13 +419,31 @@ def finish():
         )
 
 
+def asked_targets():
+    """The targets of this invocation."""
+    return {str(target) for target in workflow.dag_settings.targets} or {"release"}
+
+
+def start_again():
+    """Start this command again in the same process."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def go_on():
+    """After the build of an image that was pending: plan and measure the run that its digest names."""
+    if CHOICES["release"].pending and "release" in asked_targets():
+        logger.info("the image is built: starting again to measure it")
+        atexit.register(start_again)
+
+
 def require_targets():
     """Raise WorkflowError when a target that was asked for is not there although no job failed.
 
     Snakemake can drop a target while it repeats a job that an earlier invocation was killed in; once that job is done
     the next invocation goes on.
     """
-    asked = {str(target) for target in workflow.dag_settings.targets} or {"release"}
+    asked = asked_targets()
     missing = [
         file
         for name in TARGETS

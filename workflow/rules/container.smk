@@ -1,5 +1,6 @@
-# The release image: built from HEAD, rebuilt elsewhere, attested, and taken through a registry as a user would.
-# The name of every file here holds the commit: another commit is another image.
+# The release image: built, rebuilt elsewhere, attested, and taken through a registry as a user would.
+# The folder of an image holds the digest of all that decides it: another source, lock or recipe is another image, and a
+# commit that changes none of them is not.
 
 
 include: "container_common.smk"
@@ -7,7 +8,7 @@ include: "container_common.smk"
 
 wildcard_constraints:
     variant=any_of(IMAGE_VARIANTS),
-    commit="[0-9a-f]{12}|none",
+    key="[0-9a-f]{12}|none",
 
 
 rule container_image:
@@ -17,19 +18,20 @@ rule container_image:
         python="containers/locks/python-{variant}.txt",
         recipe="containers/image.toml",
     output:
-        "results/images/{variant}-{commit}/image.json",
+        "results/images/{variant}-{key}/image.json",
     log:
-        "results/logs/images/{variant}-{commit}-image.log",
+        "results/logs/images/{variant}-{key}-image.log",
     benchmark:
-        "results/benchmarks/images/{variant}-{commit}-image.tsv"
+        "results/benchmarks/images/{variant}-{key}-image.tsv"
     conda:
         "../envs/engine.yaml"
     params:
-        folder=lambda w, output: str(Path(output[0]).parent / "built"),
+        folder=lambda w, output: built(output[0]),
+        commit=IMAGE_COMMIT,
         run=CONTAINERS,
     shell:
         "rm -rf {params.folder};"
-        " {params.run} build --variant {wildcards.variant} --revision {wildcards.commit}"
+        " {params.run} build --variant {wildcards.variant} --revision {params.commit}"
         " --output {params.folder} > {log} 2>&1"
         " && cp {params.folder}/image.json {output}"
 
@@ -37,46 +39,48 @@ rule container_image:
 # A second build from a fresh clone in another folder must give the same digest; a path that differs is named.
 rule container_rebuild:
     input:
-        "results/images/{variant}-{commit}/image.json",
+        "results/images/{variant}-{key}/image.json",
     output:
-        "results/images/{variant}-{commit}/rebuilt.json",
+        "results/images/{variant}-{key}/rebuilt.json",
     log:
-        "results/logs/images/{variant}-{commit}-rebuild.log",
+        "results/logs/images/{variant}-{key}-rebuild.log",
     benchmark:
-        "results/benchmarks/images/{variant}-{commit}-rebuild.tsv"
+        "results/benchmarks/images/{variant}-{key}-rebuild.tsv"
     conda:
         "../envs/engine.yaml"
     params:
-        folder=lambda w, input: str(Path(input[0]).parent / "built"),
+        folder=lambda w, input: built(input[0]),
         run=CONTAINERS,
     shell:
-        "{params.run} rebuild-check {params.folder} --scratch results/images/elsewhere 2>&1 | tee {log}"
-        " && cp {input} {output}"
+        "{params.run} rebuild-check {params.folder} --scratch results/images/elsewhere --record {output} 2>&1"
+        " | tee {log}"
 
 
 rule container_attested:
     input:
-        "results/images/{variant}-{commit}/image.json",
+        "results/images/{variant}-{key}/image.json",
     output:
-        "results/images/{variant}-{commit}/attested.json",
+        "results/images/{variant}-{key}/attested.json",
     log:
-        "results/logs/images/{variant}-{commit}-attest.log",
+        "results/logs/images/{variant}-{key}-attest.log",
     benchmark:
-        "results/benchmarks/images/{variant}-{commit}-attest.tsv"
+        "results/benchmarks/images/{variant}-{key}-attest.tsv"
     conda:
         "../envs/engine.yaml"
     params:
-        folder=lambda w, input: str(Path(input[0]).parent / "built"),
+        folder=lambda w, input: built(input[0]),
         run=CONTAINERS,
-        trust=config.get("trust", "private"),
+        trust=TRUST,
     shell:
         "{params.run} attest {params.folder} --trust {params.trust} > {log} 2>&1 && cp {input} {output}"
 
 
-# A report is signed once, about the image it measured or the source tree, and verified at once.
+# A report is signed once, about the image that it measured or the source tree, and verified at once. The signed
+# evaluation of an image is attached to the image too.
 rule report_signed:
     input:
-        "reports/{run}/report.json",
+        report="reports/{run}/report.json",
+        image=lambda w: image_of(w, "attested"),
     output:
         "results/{run}/signed.json",
     log:
@@ -86,31 +90,34 @@ rule report_signed:
     conda:
         "../envs/engine.yaml"
     params:
-        folder=lambda w, input: str(Path(input[0]).parent),
+        folder=lambda w, input: str(Path(input.report).parent),
         raw=lambda w, output: str(Path(output[0]).parent),
+        image=lambda w, input: f"--image {built(input.image)}" if input.image else "",
         run=CONTAINERS,
-        trust=config.get("trust", "private"),
+        verify=VERIFY,
+        trust=TRUST,
     shell:
-        "{{ {params.run} sign-report {params.folder} --raw {params.raw} --trust {params.trust};"
-        " PYTHONPATH=.:containers:eval .venv/bin/python -m sparkinfer_containers.verify.cli {params.folder}"
-        " --json {output}; }} 2>&1 | tee {log}"
+        "{{ {params.run} sign-report {params.folder} --raw {params.raw} --trust {params.trust} {params.image}"
+        " && {params.verify} {params.folder} --json {output}; }} 2>&1 | tee {log}"
 
 
-# Push to a loopback registry, verify, pull, run, and ask a question.
+# Push to a loopback registry, verify, pull, run, and ask a question: an image on its own.
 rule container_shipped:
     input:
-        "results/images/{variant}-{commit}/attested.json",
-        model=ancient(toy_model),
+        "results/images/{variant}-{key}/attested.json",
+        model=ancient(question_model),
     output:
-        "results/images/{variant}-{commit}/shipped.json",
+        "results/images/{variant}-{key}/shipped.json",
     log:
-        "results/logs/images/{variant}-{commit}-ship.log",
+        "results/logs/images/{variant}-{key}-ship.log",
     benchmark:
-        "results/benchmarks/images/{variant}-{commit}-ship.tsv"
+        "results/benchmarks/images/{variant}-{key}-ship.tsv"
     conda:
         "../envs/engine.yaml"
+    resources:
+        gpu=1,
     params:
-        folder=lambda w, input: str(Path(input[0]).parent / "built"),
+        folder=lambda w, input: built(input[0]),
         work=lambda w, output: str(Path(output[0]).parent / "registry"),
         model=lambda w, input: str(input.model).removesuffix(".json"),
         run=CONTAINERS,
@@ -119,13 +126,69 @@ rule container_shipped:
         " 2>&1 | tee {log}"
 
 
+# The same with the evaluation of a run attached, once the checks are passed: the end of a release.
+rule release_shipped:
+    input:
+        image=lambda w: image_of(w, "attested"),
+        signed="results/{run}/signed.json",
+        verdict="results/{run}/verdict.json",
+        model=ancient(question_model),
+    output:
+        "results/{run}/shipped.json",
+    log:
+        "results/{run}/logs/shipped.log",
+    benchmark:
+        "results/{run}/benchmarks/shipped.tsv"
+    conda:
+        "../envs/engine.yaml"
+    resources:
+        gpu=1,
+    params:
+        folder=lambda w, input: built(input.image),
+        work=lambda w, input: str(Path(input.image).parent / "registry"),
+        model=lambda w, input: str(input.model).removesuffix(".json"),
+        run=CONTAINERS,
+    shell:
+        "{params.run} ship {params.folder} --model {params.model} --work {params.work} --run {wildcards.run}"
+        " --record {output} 2>&1 | tee {log}"
+
+
+# The commands that a reader types: on the image with its attestations as it lies here, and on the report.
+rule release_verified:
+    input:
+        image=lambda w: image_of(w, "attested"),
+        shipped="results/{run}/shipped.json",
+    output:
+        image="results/{run}/verified-image.json",
+        report="results/{run}/verified.json",
+    log:
+        "results/{run}/logs/verified.log",
+    benchmark:
+        "results/{run}/benchmarks/verified.tsv"
+    conda:
+        "../envs/engine.yaml"
+    params:
+        layout=lambda w, input: f"{built(input.image)}/layout",
+        verify=VERIFY,
+    shell:
+        "{{ {params.verify} {params.layout} --json {output.image}"
+        " && {params.verify} reports/{wildcards.run} --json {output.report}; }} 2>&1 | tee {log}"
+
+
 localrules:
+    image,
     container,
     signed_report,
     rebuild_check,
 
 
-# The image of this commit, attested, pushed, verified, pulled and run.
+# Only the image of this checkout.
+rule image:
+    input:
+        image_file("image"),
+
+
+# The image of this checkout, attested, pushed, verified, pulled and run.
 rule container:
     input:
         image_file("shipped"),
@@ -137,6 +200,7 @@ rule signed_report:
         f"results/{PLAN_OF['release'].run}/signed.json",
 
 
+# A second build elsewhere must give the same digest.
 rule rebuild_check:
     input:
         image_file("rebuilt"),

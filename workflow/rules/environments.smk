@@ -21,9 +21,10 @@ rule environment:
         " 2>&1 | tee {log}"
 
 
+# The image is unpacked, the working tree or a release tag copied.
 rule engine_source:
     input:
-        ancient(environment_record("engine")),
+        lambda w: ancient(engine_source_inputs(w)),
     output:
         record="results/engines/{engine}-{digest}.json",
     log:
@@ -36,9 +37,10 @@ rule engine_source:
     conda:
         "../envs/engine.yaml"
     params:
-        digest=lambda w: ENGINES[w.engine].digest,
-        tag=lambda w: f"--tag {ENGINES[w.engine].tag}" if ENGINES[w.engine].tag else "",
+        digest=lambda w: ENGINES[w.engine, w.digest].digest,
+        origin=engine_origin,
         folder=lambda w, output: output.record.removesuffix(".json"),
     shell:
-        ".venv/bin/python workflow/scripts/engine_source.py {params.folder} --digest {params.digest} {params.tag} > {log} 2>&1"
+        ".venv/bin/python workflow/scripts/engine_source.py {params.folder} --digest {params.digest} {params.origin}"
+        " > {log} 2>&1"
         ' && echo \'{{"digest": "{params.digest}"}}\' > {output.record}'

@@ -9,6 +9,8 @@ rule run_info:
         environments=lambda w: ancient(
             [environment_record(name) for name in ENVIRONMENTS]
         ),
+        # The report says that the image is attested.
+        image=lambda w: ancient(image_of(w, "attested")),
     output:
         "results/{run}/run.json",
     log:

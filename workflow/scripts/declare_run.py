@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
@@ -21,24 +19,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
 from sparkinfer_eval.plan.identity import read_manifest  # noqa: E402
 
 from sparkinfer.errors import ConfigError, SparkinferError  # noqa: E402
-
-
-def container() -> dict[str, Any] | None:
-    """The image that this run belongs to; `measured` when its engine is started from it. None without an image.
-
-    ATTEST_IMAGE_DIGEST in place of SPARKINFER_IMAGE_DIGEST: the host cannot take the image and runs from source.
-    """
-    measured = os.environ.get("SPARKINFER_IMAGE_DIGEST")
-    digest = measured or os.environ.get("ATTEST_IMAGE_DIGEST")
-    if not digest:
-        return None
-    reference = os.environ.get("ATTEST_IMAGE_REFERENCE")
-    if not reference:
-        raise ConfigError(
-            "an image digest is set without ATTEST_IMAGE_REFERENCE: take both from "
-            "`python -m sparkinfer_containers unpack IMAGE FOLDER --exports`, or unset both"
-        )
-    return {"reference": reference, "digest": digest, "measured": bool(measured)}
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +35,6 @@ def main(argv: list[str]) -> int:
             if manifest["definition"] != model.pop("definition"):
                 raise ConfigError(f"{folder} is another model than this run wants: remove it and its .json")
             model["digest"] = manifest["model_digest"]
-        args.declaration.setdefault("container", container())
     except SparkinferError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,8 +1,8 @@
-"""Put an engine's source where its server runs from: a copy of the working tree's packages, or of a release tag's.
+"""Put an engine where its server runs from: an unpacked image, or a copy of the working tree's or a tag's packages.
 
-usage: engine_source.py --digest sha256:... [--tag TAG] FOLDER
+usage: engine_source.py --digest sha256:... [--tag TAG | --image BUILT] FOLDER
 
-The copy is checked against the digest that the run is named after and appears by rename, so that an edit made while
+It is checked against the digest that the run is named after and appears by rename, so that an edit made while
 the workflow runs cannot reach a server. Exit codes: 0 done, 2 the source is not what the digest says.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import shutil
 import sys
@@ -17,11 +18,15 @@ import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
+sys.path[:0] = [str(ROOT), str(ROOT / "eval"), str(ROOT / "containers")]
 
+from sparkinfer_containers.image.build import LIBRARY, SOURCE_LABEL  # noqa: E402
+from sparkinfer_containers.image.run import unpack_image  # noqa: E402
+from sparkinfer_containers.oci.layout import Layout  # noqa: E402
 from sparkinfer_eval.plan.identity import PACKAGE_ROOTS, source_tree_digest, tag_archive  # noqa: E402
 
 from sparkinfer.errors import ConfigError, SparkinferError  # noqa: E402
+from sparkinfer.identity import tree_digest  # noqa: E402
 
 
 def copy_source(root: Path, tag: str | None, folder: Path) -> None:
@@ -39,16 +44,21 @@ def copy_source(root: Path, tag: str | None, folder: Path) -> None:
         shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def check_image(digest: str, folder: Path) -> None:
-    """The engine runs from an unpacked image: nothing is copied, the image must be the one that the run names."""
-    unpacked = os.environ.get("ATTEST_UNPACKED_IMAGE", "")
-    marker = Path(unpacked) / "digest"
-    if not unpacked or not marker.is_file() or marker.read_text(encoding="ascii") != digest:
+def unpack(built: Path, digest: str, folder: Path) -> None:
+    """Unpack the image in `built` (made by the build) and check that its engine is the one that its label names."""
+    config = unpack_image(Layout(built / "layout"), digest, folder)
+    library = folder / "root" / LIBRARY
+    files = {
+        path.relative_to(library).as_posix(): path
+        for package in PACKAGE_ROOTS
+        for path in (library / package).rglob("*.py")
+    }
+    found, said = tree_digest(files), config["config"]["Labels"].get(SOURCE_LABEL)
+    if found != said:
         raise ConfigError(
-            f"SPARKINFER_IMAGE_DIGEST={digest}, but ATTEST_UNPACKED_IMAGE={unpacked!r} is not that image unpacked: "
-            "take both from `python -m sparkinfer_containers unpack IMAGE FOLDER --exports`, or unset both"
+            f"the engine in {digest} is {found}, but the image's label says {said}: build the image again"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    print(json.dumps({"image": digest, "source_digest": found}))
 
 
 def main(argv: list[str]) -> int:
@@ -57,12 +67,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--digest", required=True)
     parser.add_argument("--tag")
+    parser.add_argument("--image", type=Path, metavar="BUILT")
     parser.add_argument("--root", type=Path, default=ROOT)
     args = parser.parse_args(argv)
     temporary = args.folder.with_name(f".{args.folder.name}.{os.getpid()}.tmp")
     try:
-        if args.digest == os.environ.get("SPARKINFER_IMAGE_DIGEST"):
-            check_image(args.digest, args.folder)
+        if args.image is not None:
+            unpack(args.image, args.digest, args.folder)
             return 0
         shutil.rmtree(temporary, ignore_errors=True)
         copy_source(args.root, args.tag, temporary)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from sparkinfer_eval.plan.identity import source_tree_digest
 
 from sparkinfer.errors import ConfigError
 from sparkinfer.identity import file_sha256
 from sparkinfer_containers import statements
 from sparkinfer_containers.entrypoint import OWN
-from sparkinfer_containers.image import debs, rootfs, sbom, tools, wheels
+from sparkinfer_containers.image import debs, rootfs, sbom, sizes, tools, wheels
 from sparkinfer_containers.image.settings import Recipe
 from sparkinfer_containers.oci.layers import write_layer
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.model import CONFIG, LAYER, MANIFEST, Descriptor, canonical
 
 LIBRARY = "opt/sparkinfer/lib"
+SOURCE_LABEL = "io.github.gittensor-ai-lab.sparkinfer.source-digest"
+"""Label with the digest of the engine's source tree in the image: what a run from that source is identified by."""
 PORT = 8000
 HEAVY = ("torch", "torchgen", "functorch", "triton", "nvidia")
 """Top-level packages that get a layer of their own: they change with torch only."""
@@ -39,17 +43,17 @@ class Caches:
     wheels: Path
 
 
-def _python_trees(recipe: Recipe, files: dict[str, Path], work: Path) -> tuple[Path, Path, dict[str, str]]:
+def _python_trees(recipe: Recipe, files: dict[str, Path], work: Path) -> tuple[Path, Path, list[wheels.LeftOut]]:
     """Installed wheels as two trees, (torch and its libraries, all others), and what was left out."""
     site = work / "site"
-    omitted = wheels.install(recipe, files, site, work)
+    left_out = wheels.install(recipe, files, site, work)
     heavy = work / "heavy"
     heavy.mkdir()
     for path in sorted(site.iterdir()):
         base = path.name.split("-")[0].split(".")[0]
         if base in HEAVY or base.startswith("nvidia"):
             path.rename(heavy / path.name)
-    return heavy, site, omitted
+    return heavy, site, left_out
 
 
 def _project_tree(wheel: Path, recipe: Recipe, work: Path) -> Path:
@@ -67,7 +71,7 @@ def _stamp(epoch: int) -> str:
     return datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def oci_annotations(recipe: Recipe, commit: str, created: int) -> dict[str, str]:
+def oci_annotations(recipe: Recipe, commit: str, created: int, source_digest: str) -> dict[str, str]:
     """OCI annotations, used as labels too."""
     prefix = "org.opencontainers.image"
     return {
@@ -79,10 +83,13 @@ def oci_annotations(recipe: Recipe, commit: str, created: int) -> dict[str, str]
         f"{prefix}.documentation": f"{recipe.source}/blob/v{recipe.version}/docs/container.md",
         f"{prefix}.licenses": "Apache-2.0",
         f"{prefix}.created": _stamp(created),
+        SOURCE_LABEL: source_digest,
     }
 
 
-def config(recipe: Recipe, layers: list[tuple[str, Descriptor]], commit: str, created: int) -> dict[str, Any]:
+def config(
+    recipe: Recipe, layers: list[tuple[str, Descriptor]], annotations: dict[str, str], created: int
+) -> dict[str, Any]:
     """The image config: non-root user, init as PID 1, health check, model volume, settings as environment."""
     environment = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -110,7 +117,7 @@ def config(recipe: Recipe, layers: list[tuple[str, Descriptor]], commit: str, cr
             "ExposedPorts": {f"{PORT}/tcp": {}},
             "Volumes": {"/models": {}},
             "StopSignal": "SIGTERM",
-            "Labels": oci_annotations(recipe, commit, created),
+            "Labels": annotations,
             "Healthcheck": {
                 "Test": ["CMD", python, "-m", "sparkinfer_containers.health"],
                 "Interval": 10_000_000_000,
@@ -171,34 +178,43 @@ def build(
     return record
 
 
+def _layers(
+    recipe: Recipe, lock: debs.DebianLock, files: tuple[dict[str, Path], dict[str, Path]], project: Path, layout: Layout
+) -> tuple[list[tuple[str, Descriptor]], dict[str, dict[str, int]], list[wheels.LeftOut]]:
+    """The four layers; bytes by package of each; what was left out."""
+    work = layout.path.parents[1]
+    heavy, site, left_out = _python_trees(recipe, files[1], work)
+    tar = work / "layer.tar"
+    rootfs.build(recipe, lock, files[0], tar, work)
+    packages = {"Debian": sizes.of_debian(tar)}
+    layers = [("Debian", layout.add_file(LAYER, tar))]
+    tree = _project_tree(project, recipe, work)
+    for name, root, prefix in (("torch", heavy, LIBRARY), ("Python packages", site, LIBRARY), ("sparkinfer", tree, "")):
+        packages[name] = sizes.of_python(root / LIBRARY if name == "sparkinfer" else root)
+        write_layer(tar, root, prefix, recipe.epoch)
+        shutil.rmtree(root)  # the CUDA variant's trees and layers together would not fit on a hosted runner
+        layers.append((name, layout.add_file(LAYER, tar)))
+    return layers, packages, left_out
+
+
 def _build(recipe: Recipe, repository: Path, revision: str, work: Path, caches: Caches) -> dict[str, Any]:
     lock = debs.DebianLock.read(recipe.debian_lock)
-    deb_files = debs.fetch(lock, caches.debs)
-    wheel_files = wheels.fetch(recipe, caches.wheels)
+    files = debs.fetch(lock, caches.debs), wheels.fetch(recipe, caches.wheels)
     locked = wheels.read_lock(recipe.python_lock)
-    commit, created = wheels.commit_of(repository, revision)
-    project = wheels.project_wheel(repository, commit, recipe.epoch, work)
-    heavy, site, omitted = _python_trees(recipe, wheel_files, work)
+    commit, created = wheels.commit_of(repository, recipe, revision)
+    source = wheels.project_source(repository, commit, work)
+    source_digest = source_tree_digest(source)
+    project = wheels.project_wheel(source, recipe.epoch, work)
     layout = Layout.create(work / "made" / "layout")
-    layers: list[tuple[str, Descriptor]] = []
-    tar = work / "layer.tar"
-    rootfs.build(recipe, lock, deb_files, tar, work)
-    layers.append(("Debian", layout.add_file(LAYER, tar)))
-    for name, tree, prefix in (
-        ("torch", heavy, LIBRARY),
-        ("Python packages", site, LIBRARY),
-        ("sparkinfer", _project_tree(project, recipe, work), ""),
-    ):
-        write_layer(tar, tree, prefix, recipe.epoch)
-        shutil.rmtree(tree)  # the CUDA variant's trees and layers together would not fit on a hosted runner
-        layers.append((name, layout.add_file(LAYER, tar)))
-    stored = layout.add(CONFIG, canonical(config(recipe, layers, commit, created)))
+    layers, packages, left_out = _layers(recipe, lock, files, project, layout)
+    annotations = oci_annotations(recipe, commit, created, source_digest)
+    stored = layout.add(CONFIG, canonical(config(recipe, layers, annotations, created)))
     manifest = {
         "schemaVersion": 2,
         "mediaType": MANIFEST,
         "config": stored.to_json(),
         "layers": [layer.to_json() for _, layer in layers],
-        "annotations": oci_annotations(recipe, commit, created),
+        "annotations": annotations,
     }
     image = layout.tag(layout.add(MANIFEST, canonical(manifest)), recipe.tag)
     parameters = {"name": recipe.name, "variant": recipe.variant.name, "version": recipe.version, "commit": commit}
@@ -218,9 +234,14 @@ def _build(recipe: Recipe, repository: Path, revision: str, work: Path, caches: 
         "digest": image.digest,
         "size": image.size,
         **parameters,
-        "layers": [{"name": name, "digest": layer.digest, "size": layer.size} for name, layer in layers],
+        "source_digest": source_digest,
+        "config_digest": stored.digest,
+        "layers": [
+            {"name": name, "digest": layer.digest, "size": layer.size, "packages": packages[name]}
+            for name, layer in layers
+        ],
         "unpacked_bytes": sum(layer.size for _, layer in layers),
-        "left_out": omitted,
+        "left_out": [asdict(item) for item in left_out],
     }
 
 

@@ -10,8 +10,11 @@ from sparkinfer_containers.image.debs import ARCHITECTURE, MERGED_USR, DebianLoc
 from sparkinfer_containers.image.settings import Recipe
 from sparkinfer_containers.image.tools import need, run
 
-EXCLUDED = ("/usr/share/man/*", "/usr/share/info/*", "/usr/share/locale/*", "/usr/share/lintian/*", "/usr/share/doc/*")
-"""Not installed: documentation and translations. Copyright files are: `INCLUDED`."""
+EXCLUDED = (
+    "/usr/share/man/*", "/usr/share/info/*", "/usr/share/locale/*", "/usr/share/lintian/*", "/usr/share/doc/*",
+    "/usr/lib/x86_64-linux-gnu/gconv/*",
+)  # fmt: skip
+"""Not installed: documentation, translations, iconv's converters (Python has its own). Copyright files: `INCLUDED`."""
 INCLUDED = ("/usr/share/doc/*/copyright",)
 DROPPED = (
     "dev/*", "proc/*", "sys/*", "run/*", "tmp/*", "var/tmp/*", "var/log/*", "var/cache/*", "var/lib/apt/*",

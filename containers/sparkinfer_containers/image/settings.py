@@ -43,6 +43,8 @@ class Recipe:
     environment: dict[str, str]
     variant: Variant
     omit: dict[str, str]
+    kept: dict[str, str]
+    stripped: list[str]
     containers: Path
 
     @property
@@ -94,5 +96,7 @@ def load(repository: Path, variant: str, name: str | None = None) -> Recipe:
         environment=dict(preset["environment"]),
         variant=Variant(variant, **data["variants"][variant]),
         omit=dict(data["omit"]),
+        kept=dict(data["kept"]),
+        stripped=list(data["stripped"]["libraries"]),
         containers=containers,
     )

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from packaging.requirements import Requirement
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.identity import file_sha256
 from sparkinfer_containers.image.settings import Recipe
+from sparkinfer_containers.image.symbols import drop_symbols
 from sparkinfer_containers.image.tools import need, run
 
 PLATFORMS = (
@@ -23,7 +25,11 @@ PLATFORMS = (
     *("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"),
 )
 """Platforms that Debian 12 (glibc 2.36) runs, newest first."""
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "sparkinfer", "kernels", "eval", "containers")
+SOURCES = (
+    "pyproject.toml", "LICENSE", "sparkinfer", "kernels/sparkinfer_kernels",
+    *(f"containers/sparkinfer_containers/{name}.py" for name in ("__init__", "entrypoint", "health")),
+)  # fmt: skip
+"""What of the repository goes into the image: the engine and what starts it, nothing of the evaluation."""
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>\S+) --hash=sha256:(?P<digest>[0-9a-f]{64})\Z")
 
 
@@ -84,10 +90,20 @@ def fetch(recipe: Recipe, cache: Path) -> dict[str, Path]:
     return {wheel.sha256: have[wheel.sha256] for wheel in wanted}
 
 
-def install(recipe: Recipe, files: dict[str, Path], target: Path, work: Path) -> dict[str, str]:
-    """Install wheels into `target` without compiling, less what the recipe omits.
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What one pattern of the recipe took out of the installed packages."""
 
-    Returns omitted path -> reason. `bin/` is dropped with its RECORD lines: its scripts name the build's interpreter.
+    pattern: str
+    reason: str
+    paths: int
+    bytes: int
+
+
+def install(recipe: Recipe, files: dict[str, Path], target: Path, work: Path) -> list[LeftOut]:
+    """Install wheels into `target` without compiling, less what the recipe omits and strips; returns what that was.
+
+    `bin/` is dropped with its RECORD lines: its scripts name the build's interpreter.
     """
     lock = work / "wheels.txt"
     lock.write_text("".join(f"{path}\n" for _, path in sorted(files.items())), encoding="utf-8")
@@ -101,7 +117,7 @@ def install(recipe: Recipe, files: dict[str, Path], target: Path, work: Path) ->
     for leftover in target.glob("*.dist-info/direct_url.json"):
         leftover.unlink()  # names the cache folder of this build
         _forget(leftover)
-    return omit(target, recipe.omit)
+    return [*omit(target, recipe.omit, recipe.kept), *strip(target, recipe.stripped)]
 
 
 def _forget(path: Path) -> None:
@@ -111,31 +127,74 @@ def _forget(path: Path) -> None:
     record.write_text("\n".join(kept) + "\n", encoding="utf-8")
 
 
-def omit(target: Path, patterns: dict[str, str]) -> dict[str, str]:
-    """Delete what the patterns name; returns path -> reason for what was there."""
-    gone = {}
+def _size(path: Path) -> int:
+    if path.is_symlink():
+        return 0
+    return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
+def omit(target: Path, patterns: Mapping[str, str], kept: Collection[str] = ()) -> list[LeftOut]:
+    """Delete what the patterns name, except the paths `kept`; returns what was there, by pattern."""
+    gone = []
     for pattern, reason in patterns.items():
+        count = size = 0
         for path in sorted(target.glob(pattern)):
-            gone[path.relative_to(target).as_posix()] = reason
+            if path.relative_to(target).as_posix() in kept or not (path.exists() or path.is_symlink()):
+                continue  # to stay, or gone with its parent
+            count, size = count + 1, size + _size(path)
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if count:
+            gone.append(LeftOut(pattern, reason, count, size))
     return gone
 
 
-def commit_of(repository: Path, revision: str = "HEAD") -> tuple[str, int]:
-    """Commit id and commit time (unix seconds) of a revision of the checkout."""
-    shown = run([need("git"), "-C", str(repository), "show", "-s", "--format=%H %ct", revision, "--"]).split()
+def strip(target: Path, patterns: Sequence[str]) -> list[LeftOut]:
+    """Take symbol tables out of the shared libraries that the patterns name; returns what that saved, by pattern."""
+    gone = []
+    for pattern in patterns:
+        saved = [
+            drop_symbols(path) for path in sorted(target.glob(pattern)) if path.is_file() and not path.is_symlink()
+        ]
+        if any(saved):
+            gone.append(LeftOut(pattern, "symbol and debug sections", sum(map(bool, saved)), sum(saved)))
+    return gone
+
+
+def inputs(recipe: Recipe) -> list[str]:
+    """Paths of the repository that decide what is in the image, besides the builder itself."""
+    locks = [path.relative_to(recipe.containers.parent).as_posix() for path in (recipe.debian_lock, recipe.python_lock)]
+    return [*SOURCES, "containers/image.toml", *locks]
+
+
+def commit_of(repository: Path, recipe: Recipe, revision: str = "HEAD") -> tuple[str, int]:
+    """Id and time (unix seconds) of the last commit up to `revision` that changed what goes into the image.
+
+    So a commit of a report or of documentation makes no other image. Raises EnvironmentProblem in a shallow clone,
+    which does not know that commit.
+    """
+    git = [need("git"), "-C", str(repository)]
+    if run([*git, "rev-parse", "--is-shallow-repository"]).strip() != "false":
+        raise EnvironmentProblem(f"{repository} is a shallow clone: git fetch --unshallow, then build again")
+    shown = run([*git, "log", "-1", "--format=%H %ct", revision, "--", *inputs(recipe)]).split()
+    if not shown:
+        raise EnvironmentProblem(f"{revision} holds no source of this project: is {repository} its checkout?")
     return shown[0], int(shown[1])
 
 
-def project_wheel(repository: Path, commit: str, epoch: int, work: Path) -> Path:
-    """The project's wheel, built from the files of a commit: nothing of the working tree gets in."""
-    source, output = work / "source", work / "wheel"
+def project_source(repository: Path, commit: str, work: Path) -> Path:
+    """The project's files of a commit that go into the image, unpacked: nothing of the working tree gets in."""
+    source, archive = work / "source", work / "source.tar"
     source.mkdir(parents=True)
-    archive = work / "source.tar"
-    listed = run([need("git"), "-C", str(repository), "ls-tree", "--name-only", commit]).splitlines()
-    parts = [part for part in SOURCES if part in listed]
-    run(["git", "-C", str(repository), "archive", f"--output={archive}", commit, "--", *parts])
+    run([need("git"), "-C", str(repository), "archive", f"--output={archive}", commit, "--", *SOURCES])
     run([need("tar"), "-xf", str(archive), "-C", str(source)])
+    # pyproject.toml names it as the package's description; the image's shall not change with the README's wording.
+    (source / "README.md").write_text("sparkinfer\n", encoding="utf-8")
+    return source
+
+
+def project_wheel(source: Path, epoch: int, work: Path) -> Path:
+    """The project's wheel, built from `project_source`."""
+    output = work / "wheel"
     command = [*_pip(), "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", f"--wheel-dir={output}", "."]
     run(command, cwd=source, extra={"SOURCE_DATE_EPOCH": str(epoch), "PYTHONHASHSEED": "0"})
     (made,) = output.glob("*.whl")

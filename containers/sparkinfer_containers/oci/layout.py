@@ -73,7 +73,9 @@ class Layout:
         """Put a descriptor into index.json (sorted by digest, images before referrers), replacing an equal digest."""
         kept = {item.digest: item for item in self.manifests()}
         kept[added.digest] = added
-        ordered = sorted(kept.values(), key=lambda item: (item.artifact_type is not None, item.digest))
+        self._write_index(sorted(kept.values(), key=lambda item: (item.artifact_type is not None, item.digest)))
+
+    def _write_index(self, ordered: list[Descriptor]) -> None:
         data = canonical({"schemaVersion": 2, "mediaType": INDEX, "manifests": [item.to_json() for item in ordered]})
         temporary = self.path / f".index.{os.getpid()}"
         temporary.write_bytes(data)
@@ -125,6 +127,10 @@ class Layout:
             subject = parse_object(self.manifest(item.digest), item.digest).get("subject")
             if isinstance(subject, dict) and subject.get("digest") == digest:
                 yield item
+
+    def unlist_manifest(self, digest: str) -> None:
+        """Take a descriptor out of index.json; its blobs stay."""
+        self._write_index([item for item in self.manifests() if item.digest != digest])
 
     def tag(self, image: Descriptor, name: str) -> Descriptor:
         """List `image` under the reference name `name`."""

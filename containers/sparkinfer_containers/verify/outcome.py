@@ -23,6 +23,8 @@ class Outcome:
     proved: list[str] = field(default_factory=list)
     not_proved: list[str] = field(default_factory=list)
     signers: dict[str, dict[str, str]] = field(default_factory=dict)
+    evaluations: list[str] = field(default_factory=list)
+    """Names of the runs whose signed evaluations are about the target."""
 
     def problem(self, exit_code: int, text: str) -> None:
         """Record a reason to refuse."""
@@ -51,6 +53,7 @@ class Outcome:
             "proved": [] if failed else self.proved,
             "not_proved": self.not_proved,
             "signers": {} if failed else self.signers,
+            "evaluations": [] if failed else self.evaluations,
         }
 
     def to_text(self) -> str:

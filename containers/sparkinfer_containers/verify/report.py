@@ -129,6 +129,7 @@ def verify_report(folder: Path, trust: TrustRoot, verifier: BundleVerifier, outc
     if report["container"] is not None and source and DISCLAIMER not in (folder / "CHANGELOG.md").read_text("utf-8"):
         outcome.problem(1, f"CHANGELOG.md does not say that its figures are '{DISCLAIMER}'")
     outcome.level = LEVELS[trust.mode]
+    outcome.evaluations.append(report["run"])
     outcome.signed(SHORT_NAMES[wanted], statement)
     outcome.proved.append(
         f"{len(statement.predicate['files'])} files are as signed, as the evaluation of "

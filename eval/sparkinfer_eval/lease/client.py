@@ -82,6 +82,7 @@ class Wanted:
             "seed": str(self.seed),
             "cache": str(self.cache),
             "step_trace": "" if self.step_trace is None else str(self.step_trace),
+            "unpacked": str(self.source),
             "source": os.pathsep.join(str(self.source / part) for part in (".", "kernels", "eval", "containers")),
         }
 

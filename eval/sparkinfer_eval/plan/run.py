@@ -115,13 +115,19 @@ def _engine_use(root: Path, engine: Engine, device: str, image_digest: str | Non
     return EngineUse(engine, {"package": package, "version": version, "lock": identity.file_digest(lock)}, version)
 
 
+def engine_file(root: Path, settings: Mapping[str, Any], name: str, image_digest: str | None) -> Path:
+    """An engine's file: of an engine that is started from the image, the one under containers/engines/."""
+    own = root / "containers" / "engines" / f"{name}.yaml"
+    return own if image_digest and own.is_file() else root / settings.get("engine_folder", "config/engines") / own.name
+
+
 def load_engines(root: Path, settings: Mapping[str, Any], image_digest: str | None) -> dict[str, EngineUse]:
     """The run's engines by name. Raises ConfigError for a missing or malformed engine file."""
     schema = root / "workflow" / "schemas" / "engine.schema.yaml"
-    folder = root / settings.get("engine_folder", "config/engines")
     found = {}
     for name in settings["engines"]:
-        use = _engine_use(root, load_engine(folder / f"{name}.yaml", schema), settings["device"], image_digest)
+        engine = load_engine(engine_file(root, settings, name, image_digest), schema)
+        use = _engine_use(root, engine, settings["device"], image_digest)
         if use is not None:
             found[name] = use
     return found

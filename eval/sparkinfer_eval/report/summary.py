@@ -74,7 +74,9 @@ def container_sentence(info: dict[str, Any]) -> str:
     """The container line: what image the figures belong to, if any."""
     container = info.get("container")
     if not container:
-        return "Container: no container in this release."
+        return "Container: none. The figures are from the source tree, not the shipped image."
+    if "digest" not in container:
+        return f"Container: none. The figures are from the source tree, not the shipped image: {container['reason']}."
     line = f"Container: {container['reference']} (`{container['digest']}`, "
     line += "attested)." if container.get("attested") else "not attested)."
     if not container["measured"]:
