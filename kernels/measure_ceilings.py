@@ -1,7 +1,7 @@
-"""Measure what bounds the kernels on this GPU: memory and matrix rates, library kernels, cost of a kernel boundary.
+"""Measure what bounds the kernels on this GPU: memory and matrix rates, library kernels, a kernel boundary's cost.
 
 `python kernels/measure_ceilings.py [--only PART,...]` prints one table per part; figures are medians of repeated,
-event-timed runs over random data. Each part stands alone, so a part that this torch lacks is named and the others go on.
+event-timed runs over random data. Each part stands alone: one that this torch lacks is named and the others go on.
 """
 
 # ruff: noqa: B023 - every closure of a loop runs within its turn
@@ -67,9 +67,8 @@ def machine() -> None:
     p = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
     print(f"{p.name}, {p.multi_processor_count} multiprocessors, L2 {p.L2_cache_size >> 20} MiB, free {free >> 20} MiB")
-    print(
-        f"of {total >> 20}; torch {torch.__version__}, triton {triton.__version__}, cuDNN {torch.backends.cudnn.version()}"
-    )
+    print(f"of {total >> 20}; torch {torch.__version__}, triton {triton.__version__}", end="")
+    print(f", cuDNN {torch.backends.cudnn.version()}")
     names = "starlette uvicorn httptools uvloop pydantic zmq msgspec prometheus_client jinja2 aiohttp psutil pyarrow"
     names += " safetensors tokenizers transformers ninja cupy flash_attn flashinfer cutlass aiperf vllm jsonschema"
     missing = [name for name in names.split() if importlib.util.find_spec(name) is None]
@@ -94,9 +93,7 @@ def memory() -> None:
             timed(lambda: a[:size].copy_(host, non_blocking=True)),
             timed(lambda: host.copy_(a[:size], non_blocking=True)),
         )
-        print(
-            f"pinned {size >> 10:7d} KiB: H2D {up * 1e3:.1f} us, D2H {down * 1e3:.1f} us, allocated in {made * 1e3:.1f} ms"
-        )
+        print(f"pinned {size >> 10:7d} KiB: H2D {up * 1e3:.1f}, D2H {down * 1e3:.1f} us, made in {made * 1e3:.1f} ms")
 
 
 def matrix() -> None:

@@ -7,6 +7,7 @@ behind the usable ones; a padding prompt has length 0. Numpy only: nothing here 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from sparkinfer_kernels.sampler.reference import noise_keys
@@ -17,12 +18,12 @@ from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Row, StepPlan
 
 ALIGN_WORDS = 4
 """Fields begin at multiples of 16 bytes."""
-MAX_BANNED = 16
-"""Tokens that `min_tokens` forbids a row inside a captured pass; more are forbidden by an operation of their own."""
+MAX_BANNED = 64
+"""(row, token) pairs that `min_tokens` forbids inside a captured choice; more take an operation of their own."""
 PENDING = -1
 """Input token that the last-token table holds."""
-NO_TOKEN = -1
-"""Padding of the banned tokens."""
+NO_ROW = -1
+"""Padding of the banned pairs and of the checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +39,27 @@ class Layout:
         """The layout of a shape whose prompts may save up to `entries` checkpoints."""
         rows, requests, outputs = shape.rows, shape.decode + shape.sequences, shape.outputs
         updates = requests + -(-shape.tokens // KV_BLOCK_TOKENS)
+        # What the choice of tokens reads comes first: its place then depends on the number of outputs alone.
         sizes: dict[str, tuple[int, ...]] = {
-            "tokens": (rows,),
-            "positions": (rows,),
-            "kv_positions": (rows,),
-            "slots": (requests,),
-            "starts": (requests,),
-            "lengths": (requests,),
-            "cu_seqlens": (shape.sequences + 1,),
-            "outputs": (outputs,),
             "output_slots": (outputs,),
-            "update_places": (updates,),
-            "update_blocks": (updates,),
-            "checkpoint_sequences": (entries if shape.tokens else 0,),
-            "checkpoint_positions": (entries if shape.tokens else 0,),
-            "checkpoint_entries": (entries if shape.tokens else 0,),
             "temperature": (outputs,),
             "top_k": (outputs,),
             "top_p": (outputs,),
             "min_p": (outputs,),
             "keys": (outputs, 2),
-            "banned": (outputs, MAX_BANNED),
+            "banned_rows": (MAX_BANNED,),
+            "banned_tokens": (MAX_BANNED,),
+            "outputs": (outputs,),
+            "tokens": (rows,),
+            "positions": (rows,),
+            "kv_positions": (rows,),
+            "slots": (requests,),
+            "starts": (shape.sequences,),
+            "cu_seqlens": (shape.sequences + 1,),
+            "update_places": (updates,),
+            "update_blocks": (updates,),
+            "checkpoint_sequences": (entries if shape.tokens else 0,),
+            "checkpoint_positions": (entries if shape.tokens else 0,),
         }
         fields, first = {}, 0
         for name, size in sizes.items():
@@ -75,6 +76,8 @@ class Layout:
         return views
 
 
+Mode = Literal["greedy", "sample", "filter"]
+"""Largest logit; noise by temperature too; filters and banned tokens too."""
 FLOATS = frozenset({"temperature", "top_p", "min_p"})
 
 
@@ -117,8 +120,8 @@ class StepMetadata:
 
     layout: Layout
     sampling_rows: list[Row]
-    greedy: bool
-    """No row asks for noise, filters or bans: the choice is the largest logit."""
+    mode: Mode
+    """The least that the rows' choice needs."""
     asked: list[int]
     """Sampling rows that report log-probabilities."""
     before: list[tuple[int, int]]
@@ -128,7 +131,7 @@ class StepMetadata:
     inside: list[int]
     """Snapshots that the pass itself writes, in the order of their entries."""
     more_banned: list[tuple[int, int]]
-    """(sampling row, token): what `MAX_BANNED` leaves no room for."""
+    """(sampling row, token) pairs that `MAX_BANNED` leaves no room for."""
     restores: list[tuple[int, int]]
     """(slot, snapshot): slots that start from a snapshot."""
     row_tokens: list[tuple[int, int]]
@@ -176,9 +179,9 @@ class MetadataBuilder:
         for row in plan.rows:
             check_row(row)
             self.tables.update(row)
-        self._padding(fields, layout.shape)
+        self._padding(fields)
         places = self._decode(fields, decode) + self._prompts(fields, prompts, layout.shape)
-        step = StepMetadata(layout, [row for row in plan.rows if row.samples], True, [], [], [], [], [], [], places)
+        step = StepMetadata(layout, [row for row in plan.rows if row.samples], "greedy", [], [], [], [], [], [], places)
         self._checkpoints(fields, plan.rows, layout.shape, step)
         ends = [
             (first + count - 1, row.slot) for row, (first, count) in zip(plan.rows, places, strict=True) if row.samples
@@ -192,20 +195,23 @@ class MetadataBuilder:
         fields["update_blocks"][: len(blocks)] = blocks
         return step
 
-    def _padding(self, fields: dict[str, np.ndarray], shape: PassShape) -> None:
+    def fill_padding(self, layout: Layout, words: np.ndarray) -> None:
+        """A pass of nothing but padding."""
+        self._padding(layout.views(words))
+
+    def _padding(self, fields: dict[str, np.ndarray]) -> None:
         """What padding rows read: the dummy slot and block, position 0, token 0, no checkpoint, greedy choice."""
-        for name in ("tokens", "positions", "starts", "lengths", "outputs", "top_k", "keys", "temperature", "min_p"):
+        for name in ("tokens", "positions", "starts", "cu_seqlens", "outputs", "top_k", "keys", "temperature", "min_p"):
             fields[name][:] = 0
         fields["kv_positions"][:] = self.dummy_block * KV_BLOCK_TOKENS
         fields["slots"][:] = fields["output_slots"][:] = self.dummy_slot
         fields["top_p"][:] = 1.0
-        fields["banned"][:] = NO_TOKEN
-        for name in ("checkpoint_sequences", "checkpoint_positions", "checkpoint_entries"):
-            fields[name][:] = -1
+        fields["banned_tokens"][:] = 0
+        for name in ("banned_rows", "checkpoint_sequences", "checkpoint_positions"):
+            fields[name][:] = NO_ROW
         # An update that changes nothing: the dummy slot's first block is the dummy block.
         fields["update_places"][:] = self.dummy_slot * self.tables.array.shape[1]
         fields["update_blocks"][:] = self.dummy_block
-        fields["lengths"][: shape.decode] = 1
 
     def _decode(self, fields: dict[str, np.ndarray], rows: list[Row]) -> list[tuple[int, int]]:
         """One token for each decode row."""
@@ -215,7 +221,7 @@ class MetadataBuilder:
             starts = np.array([row.start for row in rows], dtype=np.int64)
             tokens = [PENDING if row.pending else row.request.token_at(row.start) for row in rows]
             fields["tokens"][:n] = tokens
-            fields["positions"][:n] = fields["starts"][:n] = starts
+            fields["positions"][:n] = starts
             fields["slots"][:n] = slots
             fields["kv_positions"][:n] = self._kv_positions(slots, starts)
         return [(index, 1) for index in range(n)]
@@ -235,8 +241,7 @@ class MetadataBuilder:
             fields["positions"][here] = positions
             fields["kv_positions"][here] = self._kv_positions(np.int64(row.slot), positions)
             fields["slots"][shape.decode + index] = row.slot
-            fields["starts"][shape.decode + index] = row.start
-            fields["lengths"][shape.decode + index] = row.length
+            fields["starts"][index] = row.start
             places.append((first, row.length))
             first += row.length
         ends = np.cumsum([row.length for row in rows], dtype=np.int64)
@@ -259,7 +264,7 @@ class MetadataBuilder:
         for row in rows:
             if row.restore is not None:
                 step.restores.append((row.slot, row.restore))
-            for checkpoint in row.checkpoints:
+            for checkpoint in sorted(row.checkpoints, key=lambda each: each.position):
                 if checkpoint.position == row.start:
                     step.before.append((row.slot, checkpoint.snapshot))
                 elif row.is_decode:
@@ -269,7 +274,7 @@ class MetadataBuilder:
                     if index == self.entries:
                         raise ValueError(f"the pass saves more than {self.entries} checkpoints, this runner's limit")
                     fields["checkpoint_sequences"][index] = sequence[row.slot]
-                    fields["checkpoint_positions"][index] = checkpoint.position - row.start
+                    fields["checkpoint_positions"][index] = checkpoint.position
                     step.inside.append(checkpoint.snapshot)
 
     def _sampling(self, fields: dict[str, np.ndarray], step: StepMetadata) -> None:
@@ -287,12 +292,15 @@ class MetadataBuilder:
         if noisy:
             keys = noise_keys([params[i].seed for i in noisy], [rows[i].output_index for i in noisy])
             fields["keys"][noisy] = keys
-        banned = False
-        for index, row in enumerate(rows):
-            if row.output_index < params[index].min_tokens:
-                tokens = sorted(row.request.eos_token_ids | params[index].stop_token_ids)
-                forbidden = [token for token in tokens if token < self.vocab]
-                fields["banned"][index, : min(len(forbidden), MAX_BANNED)] = forbidden[:MAX_BANNED]
-                step.more_banned += [(index, token) for token in forbidden[MAX_BANNED:]]
-                banned = banned or bool(forbidden)
-        step.greedy = not noisy and not banned
+        banned = [
+            (index, token)
+            for index, row in enumerate(rows)
+            if row.output_index < params[index].min_tokens
+            for token in sorted(row.request.eos_token_ids | params[index].stop_token_ids)
+            if token < self.vocab
+        ]
+        for place, (index, token) in enumerate(banned[:MAX_BANNED]):
+            fields["banned_rows"][place], fields["banned_tokens"][place] = index, token
+        step.more_banned = banned[MAX_BANNED:]
+        filtered = any(params[i].top_k or params[i].top_p < 1 or params[i].min_p > 0 for i in noisy)
+        step.mode = "filter" if banned or filtered else "sample" if noisy else "greedy"

@@ -1,4 +1,4 @@
-"""Padded shapes of a pass on the GPU: each is captured once as a CUDA graph, so there are few of them. No torch here."""
+"""Padded shapes of a pass on the GPU: each is captured once as a CUDA graph, so there are few. No torch here."""
 
 from __future__ import annotations
 

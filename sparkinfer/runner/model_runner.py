@@ -85,7 +85,7 @@ class ModelRunner:
         """
         folder = Path(model_dir)
         self.config = load_config(folder)
-        self.device = _device(device)
+        self.device = device_of(device)
         self.dtype_name = resolve_dtype(self.config, dtype)
         self.dtype = getattr(torch, self.dtype_name)
         if not 1 <= max_model_len <= self.config.max_positions:
@@ -267,7 +267,7 @@ def _collect(
     return StepResult(step_id, tokens.tolist(), logprobs)
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     """The torch device of that name. Raises ConfigError or EnvironmentProblem when there is none."""
     try:
         device = torch.device(name)

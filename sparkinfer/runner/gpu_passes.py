@@ -1,0 +1,223 @@
+"""Captured passes: one CUDA graph for each padded shape, one for each way of choosing tokens.
+
+All graphs share one memory pool, since only one of them runs at a time; what must outlive a pass (logits, chosen
+tokens, checkpoints) lies in tensors of its own. On a CPU, where the logic is tested, passes run as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sparkinfer.models.qwen3_5 import Caches
+from sparkinfer.models.qwen3_5_gpu import CheckpointBuffer, GpuModel, PassInputs, Workspaces
+from sparkinfer.runner.gpu_metadata import FLOATS, Layout, MetadataBuilder, Mode, StepMetadata
+from sparkinfer.runner.gpu_queue import Queue
+from sparkinfer.runner.gpu_sizes import PassShape
+
+log = logging.getLogger(__name__)
+
+MODES: tuple[Mode, ...] = ("greedy", "sample", "filter")
+
+
+class Passes:
+    """Owns the tensors of a pass, and its graphs."""
+
+    def __init__(
+        self,
+        model: GpuModel,
+        caches: Caches,
+        builder: MetadataBuilder,
+        words: torch.Tensor,
+        last_token: torch.Tensor,
+        table: torch.Tensor,
+        queue: Queue,
+    ) -> None:
+        """`words` is what a step's inputs are copied into, `table` every slot's KV blocks."""
+        self.model, self.caches, self.builder, self.queue = model, caches, builder, queue
+        self.words, self.last_token, self.table = words, last_token, table
+        shapes = builder.limits.shapes()
+        config, device = model.config, model.device
+        self.outputs = max(shape.outputs for shape in shapes)
+        self._logits = torch.zeros(self.outputs, config.vocab_size, dtype=model.dtype, device=device)
+        self._chosen = torch.zeros(self.outputs, dtype=torch.int32, device=device)
+        self._sampler = model.ops.make_sampler_workspace(self.outputs, config.vocab_size, device)
+        self.checkpoints = self._checkpoint_buffer(builder.entries)
+        self._shared = self._workspaces(shapes)
+        requests = max(shape.decode + shape.sequences for shape in shapes)
+        self._block_table = torch.zeros(requests, table.shape[1], dtype=torch.int32, device=device)
+        self._inputs: dict[PassShape, PassInputs] = {}
+        self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def _checkpoint_buffer(self, entries: int) -> CheckpointBuffer | None:
+        if not entries:
+            return None
+        state, window = self.caches.state, self.caches.window
+        linear = state.shape[0]
+        return CheckpointBuffer(
+            torch.zeros(entries, linear, *state.shape[2:], dtype=state.dtype, device=state.device),
+            torch.zeros(entries, linear, *window.shape[2:], dtype=window.dtype, device=window.device),
+        )
+
+    def _workspaces(self, shapes: list[PassShape]) -> Workspaces:
+        """Scratch that all shapes share; attention's is made for each shape."""
+        model, config = self.model, self.model.config
+        ops, device = model.ops, model.device
+        most = max(shape.tokens for shape in shapes)
+        decode = prefill = None
+        if config.num_linear_layers:
+            heads = ops.gdn_heads(config.linear_key_heads, config.linear_value_heads)
+            decode = ops.make_gdn_decode_workspace(max(shape.decode for shape in shapes), heads.key, device)
+            prefill = ops.make_gdn_prefill_workspace(most, max(shape.sequences for shape in shapes), heads, device)
+        return Workspaces(None, decode, prefill)
+
+    def inputs(self, shape: PassShape) -> PassInputs:
+        """A shape's tensors: views of `words`, and its work lists."""
+        if shape not in self._inputs:
+            self._inputs[shape] = self._make_inputs(self.builder.layout(shape))
+        return self._inputs[shape]
+
+    def _make_inputs(self, layout: Layout) -> PassInputs:
+        shape, fields = layout.shape, self._fields(layout)
+        config = self.model.config
+        attention = None
+        if config.num_full_layers:
+            attention = self.model.ops.make_attention_workspace(
+                shape.decode, shape.tokens, shape.sequences, config.num_heads, config.num_kv_heads, config.head_dim,
+                self.model.device,
+            )  # fmt: skip
+        return PassInputs(
+            num_decode=shape.decode,
+            tokens=fields["tokens"],
+            positions=fields["positions"],
+            kv_positions=fields["kv_positions"],
+            slots=fields["slots"],
+            cu_seqlens=fields["cu_seqlens"],
+            starts=fields["starts"],
+            block_table=self._block_table[: shape.decode + shape.sequences],
+            outputs=fields["outputs"],
+            checkpoint_sequences=fields["checkpoint_sequences"],
+            checkpoint_positions=fields["checkpoint_positions"],
+            checkpoints=self.checkpoints if shape.tokens else None,
+            workspaces=replace(self._shared, attention=attention),
+        )
+
+    def _fields(self, layout: Layout) -> dict[str, torch.Tensor]:
+        """Views of `words`."""
+        views = {}
+        for name, (first, size) in layout.fields.items():
+            view = self.words[first : first + int(np.prod(size))].view(size)
+            views[name] = view.view(torch.float32) if name in FLOATS else view
+        return views
+
+    def run(self, shape: PassShape) -> None:
+        """Run the pass whose words have been copied in; its logits stay until the next pass."""
+        self._replay(shape, lambda: self._forward(shape))
+
+    def run_for_all_logits(self, shape: PassShape) -> torch.Tensor:
+        """Run the pass uncaptured and return the logits [rows, V] of every padded row."""
+        inputs = self.inputs(shape)
+        self._prepare(inputs, self._fields(self.builder.layout(shape)))
+        return self.model.forward(replace(inputs, outputs=None), self.caches)
+
+    def _prepare(self, inputs: PassInputs, fields: dict[str, torch.Tensor]) -> None:
+        self.model.ops.prepare_step(
+            inputs.tokens, inputs.slots, inputs.num_decode, self.last_token, self.table, fields["update_places"],
+            fields["update_blocks"], inputs.block_table,
+        )  # fmt: skip
+
+    def _forward(self, shape: PassShape) -> None:
+        inputs = self.inputs(shape)
+        self._prepare(inputs, self._fields(self.builder.layout(shape)))
+        self.model.forward(inputs, self.caches, self._logits[: shape.outputs])
+
+    def choose(self, step: StepMetadata) -> torch.Tensor:
+        """Choose the tokens of a pass's outputs [m] and keep them by slot."""
+        layout = step.layout
+        outputs = layout.shape.outputs
+        if step.more_banned:
+            rows, tokens = (
+                torch.tensor(part, device=self._logits.device) for part in zip(*step.more_banned, strict=True)
+            )
+            self._logits[rows, tokens] = -torch.inf
+        # A pass's part for the choice has the same place whatever its other numbers are.
+        self._replay((outputs, step.mode), lambda: self._choose(layout, step.mode))
+        return self._chosen[:outputs]
+
+    def _choose(self, layout: Layout, mode: Mode) -> None:
+        ops, fields, outputs = self.model.ops, self._fields(layout), layout.shape.outputs
+        banned = (fields["banned_rows"], fields["banned_tokens"]) if mode == "filter" else (None, None)
+        tensors = ops.sampling_tensors(
+            fields["temperature"], fields["keys"], fields["top_k"], fields["top_p"], fields["min_p"], *banned
+        )
+        chosen = self._chosen[:outputs]
+        ops.sample(self._logits[:outputs], tensors, mode, self._sampler, chosen)
+        ops.keep_tokens(chosen, fields["output_slots"], self.last_token)
+
+    def logprobs(self, step: StepMetadata, chosen: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities of the newest pass's rows: of the chosen tokens, and of the `most` likely ones."""
+        count = step.layout.shape.outputs
+        return tuple(self.model.ops.logprobs(self._logits[:count], chosen, most, self._sampler))
+
+    def _replay(self, key: object, run: Callable[[], None]) -> None:
+        """Replay the graph of that key; capture it first if it is new. On a CPU, just run."""
+        if not self.queue.cuda:
+            run()
+            return
+        if key not in self._graphs:
+            self._capture(key, run)
+        self._graphs[key].replay()
+
+    def _capture(self, key: object, run: Callable[[], None]) -> None:
+        """Run once, which compiles what is new, and once more for the record. The inputs must not be real ones.
+
+        Running twice would advance states twice: so the words are those of padding while it happens.
+        """
+        kept = self.words.clone()
+        self._pad(key)
+        run()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache each time, seconds in all.
+        graph.capture_begin(pool=self._pool)
+        run()
+        graph.capture_end()
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph
+        self.words.copy_(kept)
+
+    def _pad(self, key: object) -> None:
+        """Fill the words with padding of a shape (of nothing, for a choice: all zeros names no real slot)."""
+        if isinstance(key, PassShape):
+            layout = self.builder.layout(key)
+            array = np.zeros(layout.words, dtype=np.int32)
+            self.builder.fill_padding(layout, array)
+            self.words[: layout.words].copy_(torch.from_numpy(array))
+            return
+        outputs, _ = key  # type: ignore[misc]
+        layout = next(self.builder.layout(shape) for shape in self.builder.limits.shapes() if shape.outputs == outputs)
+        self._pad(layout.shape)
+
+    def capture_all(self) -> None:
+        """Compile and capture everything the limits allow, largest first."""
+        if not self.queue.cuda:
+            return
+        started = time.monotonic()
+        shapes = self.builder.limits.shapes()
+        with self.queue.on(self.queue.main):
+            for shape in shapes:
+                if shape not in self._graphs:
+                    self._capture(shape, lambda shape=shape: self._forward(shape))  # type: ignore[misc]
+            by_outputs = {shape.outputs: self.builder.layout(shape) for shape in shapes}
+            for layout in by_outputs.values():
+                for mode in MODES:
+                    self._capture((layout.shape.outputs, mode), lambda x=layout, y=mode: self._choose(x, y))  # type: ignore[misc]
+        self.queue.drain()
+        torch.cuda.empty_cache()
+        log.info("captured %d passes in %.1f s", len(self._graphs), time.monotonic() - started)

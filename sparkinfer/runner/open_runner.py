@@ -1,0 +1,135 @@
+"""The runner of a device: `ModelRunner` on a CPU, `GpuRunner` on a GPU."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from sparkinfer.errors import ConfigError
+from sparkinfer.models.config import ModelConfig, load_config
+from sparkinfer.models.loader import open_source
+from sparkinfer.models.qwen3_5_gpu import GpuModel, GpuOptions
+from sparkinfer.runner.gpu_check import check, read_facts
+from sparkinfer.runner.gpu_memory import refuse_large_checkpoint
+from sparkinfer.runner.gpu_runner import GpuRunner
+from sparkinfer.runner.gpu_sizes import PassLimits
+from sparkinfer.runner.memory import MIB, MemoryPlan
+from sparkinfer.runner.model_runner import ModelRunner, device_of
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CHUNK = 8192
+DEFAULT_PROMPTS = 64
+
+
+def load_gpu_model(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: str,
+    max_model_len: int,
+    limits: PassLimits,
+    options: GpuOptions,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> GpuModel:
+    """Check the GPU and load a checkpoint onto it.
+
+    Raises:
+        EnvironmentProblem: the GPU or its driver is too old.
+        ConfigError: a dtype the kernels do not have, or a checkpoint larger than the card.
+        CheckpointError: the folder is missing, incomplete or malformed.
+    """
+    from sparkinfer_kernels.gpu_ops import triton_ops
+
+    facts = read_facts(device)
+    check(facts)
+    if (config.dtype if dtype == "auto" else dtype) != "bfloat16":
+        raise ConfigError(
+            f"dtype {dtype!r} (the checkpoint's is {config.dtype}): on a GPU activations are bfloat16; give "
+            "--dtype bfloat16, or --device cpu"
+        )
+    if load_format != "dummy":
+        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        refuse_large_checkpoint(str(folder), stored, facts.free_bytes, facts.total_bytes)
+    started = time.monotonic()
+    with torch.inference_mode():
+        model = GpuModel(
+            config,
+            open_source(folder, config, load_format, seed),
+            device=device,
+            ops=triton_ops(),
+            options=options,
+            max_positions=max_model_len,
+            max_rows=limits.max_rows,
+        )
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    taken = facts.free_bytes - torch.cuda.mem_get_info(device)[0]
+    log.info("%s: weights loaded in %.1f s, %d MiB on the device", facts.name, time.monotonic() - started, taken // MIB)
+    return model
+
+
+def open_runner(
+    model_dir: Path | str,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+    max_num_seqs: int,
+    num_kv_blocks: int,
+    max_model_len: int,
+    num_snapshots: int = 0,
+    num_host_blocks: int = 0,
+    load_format: str = "auto",
+    seed: int = 0,
+    backend: str | None = None,
+    limits: PassLimits | None = None,
+    options: GpuOptions | None = None,
+) -> ModelRunner | GpuRunner:
+    """Load a model and allocate all pools; arguments and errors as in `ModelRunner`.
+
+    `limits` (default: 8192 prompt tokens of 64 prompts, beside decode rows too) and `options` concern a GPU only;
+    `backend` names the CPU's kernels. With `dtype` auto a GPU computes in bfloat16.
+    """
+    where = device_of(device)
+    if where.type == "cpu":
+        return ModelRunner(
+            model_dir,
+            device=device,
+            dtype=dtype,
+            max_num_seqs=max_num_seqs,
+            num_kv_blocks=num_kv_blocks,
+            max_model_len=max_model_len,
+            num_snapshots=num_snapshots,
+            num_host_blocks=num_host_blocks,
+            load_format=load_format,
+            seed=seed,
+            backend=backend,
+        )
+    folder, options = Path(model_dir), options or GpuOptions()
+    config = load_config(folder)
+    limits = limits or PassLimits(max_num_seqs, DEFAULT_CHUNK, DEFAULT_CHUNK, DEFAULT_PROMPTS, DEFAULT_PROMPTS)
+    model = load_gpu_model(
+        folder,
+        config,
+        device=where,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        limits=limits,
+        options=options,
+        load_format=load_format,
+        seed=seed,
+    )
+    memory = MemoryPlan.for_model(
+        config,
+        dtype="bfloat16",
+        num_slots=max_num_seqs,
+        num_kv_blocks=num_kv_blocks,
+        num_snapshots=num_snapshots,
+        num_host_blocks=num_host_blocks,
+    )
+    return GpuRunner(model, memory, limits, max_model_len=max_model_len)
