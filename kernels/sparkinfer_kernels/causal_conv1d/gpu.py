@@ -48,5 +48,5 @@ def causal_conv1d_prefill(
         0 if checkpoints is None else checkpoints.window.stride(0),
         0 if checkpoints is None else checkpoints.sequence.shape[0],
         HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK, BLOCK=block, CHECKPOINTS=checkpoints is not None,
-        num_warps=launch.num_warps,
+        **launch.options,
     )  # fmt: skip

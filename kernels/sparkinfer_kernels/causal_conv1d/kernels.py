@@ -12,16 +12,6 @@ def silu(x):
 
 
 @triton.jit
-def conv_step(x, oldest, middle, newest, weight, channel, CHANNELS: tl.constexpr):
-    """One position of `channel` (any shape) from its input and the three before it; fp32, after SiLU."""
-    y = oldest.to(tl.float32) * tl.load(weight + channel)
-    y += middle.to(tl.float32) * tl.load(weight + CHANNELS + channel)
-    y += newest.to(tl.float32) * tl.load(weight + 2 * CHANNELS + channel)
-    y += x.to(tl.float32) * tl.load(weight + 3 * CHANNELS + channel)
-    return silu(y)
-
-
-@triton.jit
 def conv_prefill_kernel(
     proj, window, slots, cu_seqlens, starts, weight, mixed,
     chunk_sequence, chunk_token, chunk_length, chunk_checkpoint,
@@ -60,12 +50,10 @@ def conv_prefill_kernel(
             mask=real & (source >= 0)[:, None],
             other=0.0,
         ).to(tl.float32)
-        if tap < 3:
-            if token + part * BLOCK - first_row < 3:
-                seen = real & (source < 0)[:, None] & (fresh == 0)
-                x += tl.load(
-                    old + (source + 3)[:, None] * CHANNELS + channel[None, :], mask=seen, other=0.0
-                ).to(tl.float32)
+        if token + part * BLOCK - first_row < 3:
+            seen = real & (source < 0)[:, None] & (fresh == 0)
+            at = old + (source + 3)[:, None] * CHANNELS + channel[None, :]
+            x += tl.load(at, mask=seen, other=0.0).to(tl.float32)
         y += x * tl.load(weight + tap * CHANNELS + channel)[None, :]
     y = silu(y)
     if head < 2 * HK:
@@ -73,7 +61,7 @@ def conv_prefill_kernel(
         y *= (tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * scale)[:, None]
     tl.store(mixed + row.to(tl.int64)[:, None] * CHANNELS + channel[None, :], y.to(mixed.dtype.element_ty), mask=real)
 
-    if CHECKPOINTS:
+    if CHECKPOINTS:  # noqa: SIM102 - decided at compile time
         if part == 0:
             n = tl.load(chunk_checkpoint + chunk)
             start = tl.load(starts + sequence)
@@ -99,16 +87,17 @@ def save_window(proj, old, new, first_row, done, row_stride, channel, fresh, CHA
     j = tl.arange(0, 4)
     source = done - 3 + j
     wanted = (j < 3)[:, None]
-    value = tl.load(
+    new_value = tl.load(
         proj + (first_row + source).to(tl.int64)[:, None] * row_stride + channel[None, :],
         mask=wanted & (source >= 0)[:, None],
         other=0.0,
     )
-    value += tl.load(
+    old_value = tl.load(
         old + (source + 3)[:, None] * CHANNELS + channel[None, :],
         mask=wanted & (source < 0)[:, None] & (fresh == 0),
         other=0.0,
     )
     # `new` may be `old`: no element may be written before all of them are read.
     tl.debug_barrier()
+    value = tl.where((source >= 0)[:, None], new_value, old_value)
     tl.store(new + j[:, None] * CHANNELS + channel[None, :], value, mask=wanted)

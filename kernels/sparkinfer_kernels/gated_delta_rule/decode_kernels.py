@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparkinfer_kernels.causal_conv1d.kernels import conv_step, silu
+from sparkinfer_kernels.causal_conv1d.kernels import silu
 from sparkinfer_kernels.gated_delta_rule.layout import HEAD_DIM, Heads
 from sparkinfer_kernels.gated_delta_rule.tuned import Tuning
 
@@ -19,10 +19,30 @@ def softplus(x):
 
 
 @triton.jit
-def shift_window(window, middle, newest, x, channel, CHANNELS: tl.constexpr):
-    tl.store(window + channel, middle)
-    tl.store(window + CHANNELS + channel, newest)
-    tl.store(window + 2 * CHANNELS + channel, x)
+def last_inputs(x, window, channel, CHANNELS: tl.constexpr):
+    """[4, D]: the three inputs of `channel` [D] before this one, oldest first, and this one.
+
+    One tile, summed over its first dimension later: values for single channels would be loaded again by every thread
+    that needs them against the state.
+    """
+    j = tl.arange(0, 4)[:, None]
+    old = tl.load(window + j * CHANNELS + channel[None, :], mask=j < 3, other=0.0)
+    new = tl.load(x + j * 0 + channel[None, :], mask=j == 3, other=0.0)
+    return tl.where(j < 3, old, new)
+
+
+@triton.jit
+def convolved(inputs, weight, channel, CHANNELS: tl.constexpr):
+    """[D] fp32: convolution and SiLU at the last position of `inputs`."""
+    j = tl.arange(0, 4)[:, None]
+    return silu(tl.sum(inputs.to(tl.float32) * tl.load(weight + j * CHANNELS + channel[None, :]), 0))
+
+
+@triton.jit
+def move_window(inputs, window, channel, CHANNELS: tl.constexpr):
+    """Write the last three of `inputs` as the window of the next position."""
+    j = tl.arange(0, 4)[:, None]
+    tl.store(window + (j - 1) * CHANNELS + channel[None, :], inputs, mask=j > 0)
 
 
 @triton.jit
@@ -54,16 +74,15 @@ def gdn_decode_kernel(
     q_channel = (head // GROUP) * D + lane
     k_channel = q_channel + HK * D
     v_channel = 2 * HK * D + head * D + lane
-    q_new, k_new, v_new = tl.load(x + q_channel), tl.load(x + k_channel), tl.load(x + v_channel)
-    q0, q1, q2 = _past(past, q_channel, CHANNELS)
-    k0, k1, k2 = _past(past, k_channel, CHANNELS)
-    v0, v1, v2 = _past(past, v_channel, CHANNELS)
+    q_inputs = last_inputs(x, past, q_channel, CHANNELS)
+    k_inputs = last_inputs(x, past, k_channel, CHANNELS)
+    v_inputs = last_inputs(x, past, v_channel, CHANNELS)
     z = tl.load(x + CHANNELS + head * D + lane).to(tl.float32)
     b = tl.load(x + CHANNELS + HV * D + head).to(tl.float32)
     a = tl.load(x + CHANNELS + HV * D + HV + head).to(tl.float32)
-    q = conv_step(q_new, q0, q1, q2, conv_weight, q_channel, CHANNELS)
-    k = conv_step(k_new, k0, k1, k2, conv_weight, k_channel, CHANNELS)
-    v = conv_step(v_new, v0, v1, v2, conv_weight, v_channel, CHANNELS)
+    q = convolved(q_inputs, conv_weight, q_channel, CHANNELS)
+    k = convolved(k_inputs, conv_weight, k_channel, CHANNELS)
+    v = convolved(v_inputs, conv_weight, v_channel, CHANNELS)
     q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (D**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     # All reads of the windows by this program come before its ticket, its writes after.
@@ -81,22 +100,12 @@ def gdn_decode_kernel(
     tl.store(tile, (s * decay + k[:, None] * delta[None, :]).to(state.dtype.element_ty))
     o *= tl.rsqrt(tl.sum(o * o, 0) / D + eps) * tl.load(norm_weight + lane)
     tl.store(to, (o * silu(z)).to(out.dtype.element_ty))
-    shift_window(past, v1, v2, v_new, v_channel, CHANNELS)
+    move_window(v_inputs, past, v_channel, CHANNELS)
     if last:
-        shift_window(past, q1, q2, q_new, q_channel, CHANNELS)
-        shift_window(past, k1, k2, k_new, k_channel, CHANNELS)
+        move_window(q_inputs, past, q_channel, CHANNELS)
+        move_window(k_inputs, past, k_channel, CHANNELS)
         if GROUP > 1:
             tl.store(ticket, 0)
-
-
-@triton.jit
-def _past(window, channel, CHANNELS: tl.constexpr):
-    """The three inputs before this one, oldest first."""
-    return (
-        tl.load(window + channel),
-        tl.load(window + CHANNELS + channel),
-        tl.load(window + 2 * CHANNELS + channel),
-    )
 
 
 def launch(
@@ -119,5 +128,5 @@ def launch(
         proj, window, state, slots, tickets, conv_weight, neg_exp_a_log, dt_bias, norm_weight, out,
         proj.stride(0), window.stride(0), state.stride(0), out.stride(0), state.shape[0] - 1, eps,
         HK=heads.key, HV=heads.value, D=HEAD_DIM,
-        num_warps=tuning.decode.num_warps,
+        **tuning.decode.options,
     )  # fmt: skip

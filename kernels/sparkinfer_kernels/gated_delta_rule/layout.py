@@ -44,7 +44,7 @@ class Checkpoints:
     sequence: torch.Tensor
     """[N] int32: sequence of the pass, -1 where the entry is unused."""
     position: torch.Tensor
-    """[N] int32: tokens of the sequence, `starts` counted, after which the state is wanted: in (start, start + length]."""
+    """[N] int32: tokens of the sequence, `starts` counted, after which it is wanted: in (start, start + length]."""
     state: torch.Tensor
     """[N, Hv, D, D], dtype of the state: written; an entry's elements are adjacent, entries may be apart."""
     window: torch.Tensor

@@ -26,15 +26,15 @@ from sparkinfer_kernels.gated_delta_rule.tuned import Launch
 def unit_lower_inverse(a, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """(I + a)^-1 for strictly lower triangular a [SIZE, SIZE], fp32, SIZE = 4 * BLOCK.
 
-    Diagonal blocks by forward substitution, which does not cancel where keys repeat. With D their inverses and N the part
-    of a below them, (I + a)^-1 = (I + DN)^-1 D, and DN is nilpotent in four steps: (I - DN)(I + (DN)^2) D.
+    Diagonal blocks by forward substitution, which does not cancel where keys repeat. With D their inverses and N the
+    part of a below them, (I + a)^-1 = (I + DN)^-1 D, and DN is nilpotent in four steps: (I - DN)(I + (DN)^2) D.
     """
     BLOCKS: tl.constexpr = SIZE // BLOCK
     i = tl.arange(0, SIZE)
     same = (i // BLOCK)[:, None] == (i // BLOCK)[None, :]
     one = tl.arange(0, BLOCKS)
     r = tl.arange(0, BLOCK)
-    pick = (one[:, None, None, None] == one[None, None, :, None])
+    pick = one[:, None, None, None] == one[None, None, :, None]
     inner = tl.sum(tl.where(pick, tl.reshape(a, [BLOCKS, BLOCK, BLOCKS, BLOCK]), 0.0), 2)
     x = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, tl.zeros([BLOCKS, BLOCK, BLOCK], tl.float32))
     for step in tl.static_range(1, BLOCK):
@@ -246,9 +246,9 @@ def output_kernel(
     ratio = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
     inner = tl.where(seen, tl.dot(q, tl.trans(k)) * ratio, 0.0)
     o = tl.dot(inner.to(v.dtype), v, o)
-    z = tl.load(
-        proj + rows[:, None] * row_stride + (CHANNELS + head * D + lane)[None, :], mask=real, other=0.0
-    ).to(tl.float32)
+    z = tl.load(proj + rows[:, None] * row_stride + (CHANNELS + head * D + lane)[None, :], mask=real, other=0.0).to(
+        tl.float32
+    )
     o *= tl.rsqrt(tl.sum(o * o, 1) / D + eps)[:, None] * tl.load(norm_weight + lane)[None, :]
     tl.store(to, (o * silu(z)).to(out.dtype.element_ty), mask=real)
 
@@ -271,7 +271,7 @@ def transform_chunks(
         workspace.mixed, workspace.decay, workspace.w, workspace.u,
         workspace.chunk_sequence, workspace.chunk_token, workspace.chunk_length, proj.stride(0), window.stride(0),
         HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **launch.options,
     )  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def scan_states(
         workspace.first_chunk, workspace.chunk_checkpoint, state if checkpoints is None else checkpoints.state,
         state.stride(0), 0 if checkpoints is None else checkpoints.state.stride(0),
         HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK, COLUMNS=launch.block,
-        CHECKPOINTS=checkpoints is not None, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        CHECKPOINTS=checkpoints is not None, **launch.options,
     )  # fmt: skip
 
 
@@ -305,7 +305,7 @@ def finish_checkpoints(
         workspace.chunk_token, workspace.chunk_length, workspace.chunk_checkpoint,
         checkpoints.sequence, checkpoints.position, checkpoints.state, checkpoints.state.stride(0), wanted,
         HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK, COLUMNS=launch.block,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **launch.options,
     )  # fmt: skip
 
 
@@ -325,5 +325,5 @@ def write_outputs(
         workspace.chunk_sequence, workspace.chunk_token, workspace.chunk_length,
         proj.stride(0), out.stride(0), eps,
         HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **launch.options,
     )  # fmt: skip

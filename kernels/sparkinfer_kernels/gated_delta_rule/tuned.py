@@ -13,12 +13,17 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one kernel is launched. `block`: its tile size, where it has one (tokens of `conv`, columns of V of `scan`)."""
+    """How one kernel is launched. `block`: its tile, where it has one (tokens of `conv`, columns of V of `scan`)."""
 
     num_warps: int
     num_stages: int = 1
     block: int = 0
-    pipeline: bool = False
+    maxnreg: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """Keyword arguments of the launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
 
 
 @dataclass(frozen=True, slots=True)
