@@ -125,6 +125,32 @@ class Settings:
         where="scheduler",
         low=0,
     )
+    prefill_dtype: str = _setting(
+        "auto",
+        "Arithmetic of passes of more than 64 tokens on a GPU. `auto` multiplies as the checkpoint stores its weights, "
+        "in bfloat16 where they have fewer bits; `fp8` keeps a second, FP8 copy of quantised weights and scales "
+        "activations by row: faster, and a little less exact.",
+        where="GPU kernels",
+        choices="auto fp8",
+    )
+    kv_cache_dtype: str = _setting(
+        "auto",
+        "Keys and values on a GPU: `auto` is the model's dtype, `fp8` halves their memory and traffic.",
+        where="GPU kernels, memory plan",
+        choices="auto fp8",
+    )
+    state_dtype: str = _setting(
+        "float32",
+        "Recurrent states on a GPU. `bfloat16` halves their memory and traffic; the model's authors keep float32.",
+        where="GPU kernels, memory plan",
+        choices="float32 bfloat16",
+    )
+    deterministic: bool = _setting(
+        False,
+        "On a GPU, run every decode step at one padded size and every prompt in passes of its own, so that an answer "
+        "does not depend on the requests beside it. Slower.",
+        where="scheduler, GPU kernels",
+    )
     threads: int | None = _setting(
         None,
         "Threads of torch's CPU kernels in the engine process.",

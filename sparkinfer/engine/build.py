@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from sparkinfer.engine.core import EngineCore, Runner
+from sparkinfer.engine.build_gpu import gpu_limits, gpu_memory, gpu_options, load_on_gpu
+from sparkinfer.engine.core import EngineCore, OverlapRunner
 from sparkinfer.engine.ipc import EngineOptions
 from sparkinfer.engine.process import Engine
 from sparkinfer.engine.step_trace import StepTrace, traced
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.models.config import ModelConfig, load_config
+from sparkinfer.runner.gpu_memory import gpu_budget
+from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.memory import MIB, MemoryPlan
 from sparkinfer.runner.model_runner import ModelRunner
 from sparkinfer.scheduling.config import SchedulerConfig
@@ -34,9 +37,8 @@ HOST_SHARE = 4
 """Automatic pools take at most one part in this many of the host's free memory."""
 WARM_UP_TOKENS = 1024
 WARM_UP_REQUESTS = 4
-GPU_SHARE = 0.9
-GPU_WORKSPACE_MB = 4096
-"""Device memory left for activations, beside the tenth that stays free."""
+GPU_IN_FLIGHT = 2
+"""On a GPU the next step is launched while the one before runs."""
 
 
 @dataclass(frozen=True)
@@ -60,27 +62,17 @@ def pick_device(name: str) -> str:
     return name
 
 
-def _kv_budget(settings: Settings, folder: Path, device: str, slots_bytes: int) -> int:
-    """Bytes for KV blocks when no size is given."""
+def plan_sizes(
+    settings: Settings, config: ModelConfig, memory: MemoryPlan, folder: Path, device: str, kv_bytes: int | None = None
+) -> Sizes:
+    """Decide all counts; `kv_bytes` is what a GPU has left for KV blocks.
+
+    Raises ConfigError, with the arithmetic, for settings that cannot hold together.
+    """
+    budget = kv_bytes if kv_bytes is not None else psutil.virtual_memory().available // HOST_SHARE
     if settings.kv_cache_mb is not None:
-        return settings.kv_cache_mb * MIB
-    if torch.device(device).type == "cpu":
-        return psutil.virtual_memory().available // HOST_SHARE
-    free, _ = torch.cuda.mem_get_info(torch.device(device))
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    budget = int(free * GPU_SHARE) - weights - slots_bytes - GPU_WORKSPACE_MB * MIB
-    if budget <= 0:
-        raise ConfigError(
-            f"no device memory is left for the KV cache: {free // MIB} MiB free x {GPU_SHARE} - {weights // MIB} MiB "
-            f"weights - {slots_bytes // MIB} MiB recurrent state - {GPU_WORKSPACE_MB} MiB workspace = "
-            f"{budget // MIB} MiB; lower SPARKINFER_MAX_NUM_SEQS, or set SPARKINFER_KV_CACHE_MB"
-        )
-    return budget
-
-
-def plan_sizes(settings: Settings, config: ModelConfig, memory: MemoryPlan, folder: Path, device: str) -> Sizes:
-    """Decide all counts. Raises ConfigError, with the arithmetic, for settings that cannot hold together."""
-    budget_blocks = memory.kv_blocks_in(_kv_budget(settings, folder, device, memory.num_slots * memory.slot_bytes))
+        budget = settings.kv_cache_mb * MIB
+    budget_blocks = memory.kv_blocks_in(budget)
     asked = settings.max_model_len
     if asked is not None and asked > config.max_positions:
         raise ConfigError(
@@ -132,21 +124,29 @@ def _host_blocks(settings: Settings, memory: MemoryPlan) -> int:
     return count
 
 
-def scheduler_config(settings: Settings, config: ModelConfig, memory: MemoryPlan, sizes: Sizes) -> SchedulerConfig:
+def mixed_chunk(settings: Settings, config: ModelConfig) -> int:
+    """Prompt tokens of a mixed step."""
+    if settings.deterministic:
+        return 0
+    if settings.mixed_chunk is not None:
+        return settings.mixed_chunk
+    return MIXED_CHUNK_MOE if config.num_experts else MIXED_CHUNK_DENSE
+
+
+def scheduler_config(
+    settings: Settings, config: ModelConfig, memory: MemoryPlan, sizes: Sizes, max_in_flight: int = 1
+) -> SchedulerConfig:
     """The scheduler's settings for this model."""
     is_moe = config.num_experts > 0
-    mixed = settings.mixed_chunk
-    if mixed is None:
-        mixed = MIXED_CHUNK_MOE if is_moe else MIXED_CHUNK_DENSE
     return SchedulerConfig(
         max_num_seqs=settings.max_num_seqs,
         num_kv_blocks=sizes.num_kv_blocks,
         max_model_len=sizes.max_model_len,
         prefill_chunk=settings.prefill_chunk,
-        mixed_chunk=mixed,
+        mixed_chunk=mixed_chunk(settings, config),
         mixed_max_prompts=settings.mixed_max_prompts,
         own_pass_tokens=settings.own_pass_tokens,
-        pack_prefill=settings.pack_prefill,
+        pack_prefill=settings.pack_prefill and not settings.deterministic,
         pack_moe=settings.pack_moe,
         is_moe=is_moe,
         aging_steps=settings.aging_steps,
@@ -156,10 +156,11 @@ def scheduler_config(settings: Settings, config: ModelConfig, memory: MemoryPlan
         snapshot_bytes=memory.snapshot_bytes,
         checkpoint_interval=settings.checkpoint_interval,
         decode_checkpoint_interval=settings.decode_checkpoint_interval,
+        max_in_flight=max_in_flight,
     )
 
 
-def warm_up(runner: ModelRunner, schedule: SchedulerConfig, vocab_size: int) -> None:
+def warm_up(runner: OverlapRunner, schedule: SchedulerConfig, vocab_size: int) -> None:
     """Run every kind of step once, so that no request pays for the libraries' first-use work.
 
     A core of its own does it: neither the caches nor the counters of the one that serves see these requests.
@@ -192,6 +193,19 @@ def build_engine(options: EngineOptions) -> Engine:
     threads = settings.threads or default_threads()
     torch.set_num_threads(threads)
     config = load_config(folder)
+    build = _build_on_cpu if torch.device(device).type == "cpu" else _build_on_gpu
+    runner, schedule = build(options, config, device)
+    warm_up(runner, schedule, config.vocab_size)
+    driven: OverlapRunner = runner
+    if settings.step_trace is not None:
+        about = {"device": str(runner.device), "dtype": runner.dtype_name, "threads": threads}
+        driven = traced(runner, StepTrace(Path(settings.step_trace), schedule, about), schedule)  # type: ignore[assignment]
+    info = _info(config, runner, schedule, threads)
+    return Engine(EngineCore(driven, schedule), frozenset(config.eos_token_ids), info)
+
+
+def _build_on_cpu(options: EngineOptions, config: ModelConfig, device: str) -> tuple[ModelRunner, SchedulerConfig]:
+    settings, folder = options.settings, Path(options.model)
     memory = MemoryPlan.for_model(config, dtype=options.dtype, num_slots=settings.max_num_seqs)
     sizes = plan_sizes(settings, config, memory, folder, device)
     schedule = scheduler_config(settings, config, memory, sizes)
@@ -208,8 +222,35 @@ def build_engine(options: EngineOptions) -> Engine:
         load_format=options.load_format,
         seed=options.seed,
     )
-    warm_up(runner, schedule, config.vocab_size)
-    info: dict[str, Any] = {
+    return runner, schedule
+
+
+def _build_on_gpu(options: EngineOptions, config: ModelConfig, device: str) -> tuple[GpuRunner, SchedulerConfig]:
+    settings, folder = options.settings, Path(options.model)
+    memory = gpu_memory(settings, config)
+    limits = gpu_limits(settings, mixed_chunk(settings, config))
+    model = load_on_gpu(options, config, device, limits, gpu_options(settings))
+    budget = gpu_budget(config, memory, limits, _snapshots(settings, memory), *torch.cuda.mem_get_info(model.device))
+    log.info("device memory, %s", budget.describe())
+    sizes = plan_sizes(settings, config, memory, folder, device, budget.require_kv())
+    schedule = scheduler_config(settings, config, memory, sizes, GPU_IN_FLIGHT)
+    schedule.validate()
+    counts = {
+        "num_kv_blocks": sizes.num_kv_blocks,
+        "num_snapshots": sizes.num_snapshots,
+        "num_host_blocks": sizes.num_host_blocks,
+    }
+    runner = GpuRunner(model, replace(memory, **counts), limits, max_model_len=sizes.max_model_len)
+    runner.warm_up()
+    return runner, schedule
+
+
+def _info(
+    config: ModelConfig, runner: ModelRunner | GpuRunner, schedule: SchedulerConfig, threads: int
+) -> dict[str, Any]:
+    """What /v1/info says about the engine."""
+    memory = runner.memory
+    return {
         "architecture": config.architecture,
         "device": str(runner.device),
         "dtype": runner.dtype_name,
@@ -217,24 +258,19 @@ def build_engine(options: EngineOptions) -> Engine:
         "torch": str(torch.__version__),
         "mixed_chunk": schedule.mixed_chunk,
         "limits": {
-            "max_model_len": sizes.max_model_len,
-            "max_num_seqs": settings.max_num_seqs,
+            "max_model_len": schedule.max_model_len,
+            "max_num_seqs": schedule.max_num_seqs,
             "vocab_size": config.vocab_size,
-            "kv_tokens": sizes.num_kv_blocks * KV_BLOCK_TOKENS,
-            "snapshots": sizes.num_snapshots,
+            "kv_tokens": memory.num_kv_blocks * KV_BLOCK_TOKENS,
+            "snapshots": memory.num_snapshots,
         },
         "memory": {
             "kv_block_bytes": memory.kv_block_bytes,
-            "kv_bytes": sizes.num_kv_blocks * memory.kv_block_bytes,
+            "kv_bytes": memory.num_kv_blocks * memory.kv_block_bytes,
             "slot_bytes": memory.slot_bytes,
             "slots_bytes": memory.num_slots * memory.slot_bytes,
-            "snapshot_pool_bytes": sizes.num_snapshots * memory.snapshot_bytes,
-            "host_kv_bytes": sizes.num_host_blocks * memory.kv_block_bytes,
-            "plan": runner.memory.describe(),
+            "snapshot_pool_bytes": memory.num_snapshots * memory.snapshot_bytes,
+            "host_kv_bytes": memory.num_host_blocks * memory.kv_block_bytes,
+            "plan": memory.describe(),
         },
     }
-    driven: Runner = runner
-    if settings.step_trace is not None:
-        about = {"device": str(runner.device), "dtype": runner.dtype_name, "threads": threads}
-        driven = traced(runner, StepTrace(Path(settings.step_trace), schedule, about), schedule)
-    return Engine(EngineCore(driven, schedule), frozenset(config.eos_token_ids), info)

@@ -49,6 +49,8 @@ class PassLimits:
     """Prompt tokens beside decode rows."""
     mixed_max_prompts: int
     pack_max_prompts: int
+    deterministic: bool = False
+    """One padded number of decode rows, whatever their number: kernels then never change with it."""
 
     @property
     def max_rows(self) -> int:
@@ -57,11 +59,15 @@ class PassLimits:
 
     def decode_sizes(self) -> list[int]:
         """Padded decode rows of a pass without prompts: 1, 2, 4, 8, then multiples of 8, the last one the maximum."""
+        if self.deterministic:
+            return [self.max_num_seqs]
         sizes = [1, 2, 4, *range(DECODE_STEP, self.max_num_seqs, DECODE_STEP)]
         return [*(size for size in sizes if size < self.max_num_seqs), self.max_num_seqs]
 
     def mixed_decode_sizes(self) -> list[int]:
         """Padded decode rows of a pass with prompts."""
+        if self.deterministic:
+            return [self.max_num_seqs]
         return [*(size for size in MIXED_DECODE_SIZES if size < self.max_num_seqs), self.max_num_seqs]
 
     def shapes(self) -> list[PassShape]:

@@ -11,7 +11,7 @@ from sparkinfer.scheduling.types import KV_BLOCK_TOKENS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATE_BYTES = 4
-"""The recurrent state is fp32 whatever the model's dtype."""
+"""The recurrent state is fp32 whatever the model's dtype, unless a GPU is told to keep it in bfloat16."""
 MIB = 1 << 20
 
 
@@ -47,11 +47,15 @@ class MemoryPlan:
         num_kv_blocks: int = 0,
         num_snapshots: int = 0,
         num_host_blocks: int = 0,
+        kv_bytes: int | None = None,
+        state_bytes: int = STATE_BYTES,
     ) -> MemoryPlan:
-        """Plan for a model's shape; no tensor is made. Raises ConfigError for an unknown dtype."""
+        """Plan for a model's shape; no tensor is made. `kv_bytes` (default: the dtype's) and `state_bytes` are those of
+        one element. Raises ConfigError for an unknown dtype.
+        """
         width = DTYPE_BYTES[resolve_dtype(config, dtype)]
-        kv = 2 * config.num_full_layers * KV_BLOCK_TOKENS * config.num_kv_heads * config.head_dim * width
-        state = config.linear_value_heads * config.linear_key_dim * config.linear_value_dim * STATE_BYTES
+        kv = 2 * config.num_full_layers * KV_BLOCK_TOKENS * config.num_kv_heads * config.head_dim * (kv_bytes or width)
+        state = config.linear_value_heads * config.linear_key_dim * config.linear_value_dim * state_bytes
         window = (config.conv_width - 1) * config.conv_channels * width
         slot = config.num_linear_layers * (state + window)
         return cls(kv, slot, slot, num_kv_blocks, num_slots, num_snapshots, num_host_blocks)
