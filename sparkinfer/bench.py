@@ -1,7 +1,8 @@
 """`sparkinfer bench MODEL`: times of single engine steps, without server, scheduler or HTTP.
 
-Decode rows: n requests at the same context length, one token each per step. Prefill rows: prompts computed in one pass.
-Prompts are random token ids; times are medians of repeated steps after a warm-up.
+Decode rows: n requests at the same context length, one token each per step. Prefill rows: prompts computed together, in
+one pass or as many as the largest one asks for. Prompts are random token ids; times are medians of repeated steps after
+a warm-up. On a GPU, decode steps are launched one ahead, as the engine does, and the time is the distance of results.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ import sparkinfer
 from sparkinfer.errors import ConfigError
 from sparkinfer.identity import engine_digest
 from sparkinfer.models.config import load_config
+from sparkinfer.models.qwen3_5_gpu import GpuOptions
+from sparkinfer.runner.gpu_runner import GpuRunner
+from sparkinfer.runner.gpu_sizes import PassLimits
 from sparkinfer.runner.model_runner import ModelRunner
+from sparkinfer.runner.open_runner import open_runner
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, Row, SamplingParams, StepPlan
 
 SCHEMA = "sparkinfer/bench/v1"
@@ -60,18 +65,39 @@ def _prompts(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sparkinfer bench", description=__doc__.splitlines()[0] if __doc__ else None)
+GPU_DECODE_CONTEXT = [1200]
+GPU_PREFILL = "1024,8192,32x1024"
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """Flags that say what is loaded where."""
     parser.add_argument("model", metavar="MODEL", type=Path, help="model folder (only config.json with a dummy load)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32 (default %(default)s)")
     parser.add_argument("--load-format", default="auto", help="auto, or dummy for random weights (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and dummy weights (default %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads on CPU (default: torch's own choice)")
+    parser.add_argument("--fast", action="store_true", help="GPU: FP8 prefill, FP8 KV cache, bfloat16 states")
+    parser.add_argument("--prefill-fp8", action="store_true", help="GPU: FP8 prefill alone")
+
+
+def gpu_options(options: argparse.Namespace) -> GpuOptions:
+    """What the flags say about a GPU's arithmetic."""
+    return GpuOptions(options.fast or options.prefill_fp8, options.fast, options.fast)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sparkinfer bench", description=__doc__.splitlines()[0] if __doc__ else None)
+    add_load_options(parser)
     parser.add_argument("--decode", type=_positive, default=[1, 4, 16, 32], metavar="N,N", help="batch sizes")
-    parser.add_argument("--context", type=_positive, default=[128], metavar="N,N", help="context lengths of decode")
     parser.add_argument(
-        "--prefill", type=_prompts, default=_prompts("128,1024,8192,4x128,16x128"), metavar="N,KxN", help="prompts"
+        "--context", type=_positive, metavar="N,N", help="context lengths of decode (default: 128; GPU 1200)"
+    )
+    parser.add_argument(
+        "--prefill",
+        type=_prompts,
+        metavar="N,KxN",
+        help=f"prompts (default: 128,1024,8192,4x128,16x128; GPU {GPU_PREFILL})",
     )
     parser.add_argument("--steps", type=int, default=40, help="timed decode steps (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="timed prefills (default %(default)s)")
@@ -83,8 +109,10 @@ def _parser() -> argparse.ArgumentParser:
 class _Load:
     """Makes requests and their rows for a runner; every request has a slot and blocks of its own."""
 
-    def __init__(self, runner: ModelRunner, capacity: int, temperature: float, seed: int) -> None:
+    def __init__(self, runner: ModelRunner | GpuRunner, capacity: int, temperature: float, seed: int) -> None:
         self.runner, self.capacity, self.temperature = runner, capacity, temperature
+        self.pass_tokens = runner.limits.prefill_chunk if isinstance(runner, GpuRunner) else 1 << 30
+        self.blocks: dict[int, list[int]] = {}
         self.generator = torch.Generator().manual_seed(seed)
         self.step = 0
 
@@ -99,29 +127,61 @@ class _Load:
             for index in range(count)
         ]
 
-    def run(self, requests: Sequence[Request], *, decode: bool) -> float:
-        """One step over all requests: their prompts, or one token each. Returns seconds."""
+    def _rows(self, requests: Sequence[Request], *, decode: bool, ahead: int = 0, pending: bool = False) -> list[Row]:
+        """A step's rows; `ahead` tokens of each request are still being computed."""
         per = self.capacity // KV_BLOCK_TOKENS
-        rows = [
+        self.step += 1
+        return [
             Row(
                 request=request,
                 slot=slot,
-                blocks=list(range(slot * per, (slot + 1) * per)),
-                start=request.num_tokens - 1 if decode else 0,
+                blocks=self.blocks.setdefault(slot, list(range(slot * per, (slot + 1) * per))),
+                start=request.num_tokens - 1 + ahead if decode else 0,
                 length=1 if decode else len(request.prompt),
                 is_decode=decode,
                 samples=True,
-                output_index=len(request.output),
+                output_index=len(request.output) + ahead,
+                pending=pending,
             )
             for slot, request in enumerate(requests)
         ]
-        self.step += 1
+
+    def run(self, requests: Sequence[Request], *, decode: bool) -> float:
+        """One step over all requests, their prompts or one token each; prompts in as many passes as it takes.
+
+        Returns seconds."""
+        rows = self._rows(requests, decode=decode)
+        plans = [StepPlan(self.step, part) for part in self._passes(rows)]
         started = time.perf_counter()
-        result = self.runner.execute(StepPlan(self.step, rows))
+        results = [self.runner.execute(plan) for plan in plans]
         elapsed = time.perf_counter() - started
-        for request, token in zip(requests, result.tokens, strict=True):
+        tokens = [token for result in results for token in result.tokens]
+        for request, token in zip(requests, tokens, strict=True):
             request.output.append(token)
         return elapsed
+
+    def _passes(self, rows: list[Row]) -> list[list[Row]]:
+        """Rows in passes of at most the runner's tokens."""
+        passes: list[list[Row]] = [[]]
+        for row in rows:
+            if passes[-1] and sum(other.length for other in passes[-1]) + row.length > self.pass_tokens:
+                passes.append([])
+            passes[-1].append(row)
+        return passes
+
+    def decode_ahead(self, requests: Sequence[Request], steps: int) -> list[float]:
+        """Decode steps, each launched before the one before is collected. Returns the distances of results."""
+        self.runner.launch(StepPlan(self.step, self._rows(requests, decode=True)))
+        times, last = [], time.perf_counter()
+        for index in range(steps):
+            if index + 1 < steps:
+                self.runner.launch(StepPlan(self.step, self._rows(requests, decode=True, ahead=1, pending=True)))
+            for request, token in zip(requests, self.runner.collect().tokens, strict=True):
+                request.output.append(token)
+            now = time.perf_counter()
+            times.append(now - last)
+            last = now
+        return times
 
 
 def _row(phase: str, requests: int, tokens_each: int, per_step: int, times: list[float]) -> BenchRow:
@@ -129,19 +189,20 @@ def _row(phase: str, requests: int, tokens_each: int, per_step: int, times: list
     return BenchRow(phase, requests, tokens_each, len(times), median * 1e3, min(times) * 1e3, per_step / median)
 
 
-def measure(options: argparse.Namespace) -> list[BenchRow]:
-    """Run all measurements of the parsed options. Raises ConfigError when a length exceeds the model's positions."""
+def open_for(options: argparse.Namespace, sequences: int, longest: int) -> tuple[ModelRunner | GpuRunner, _Load]:
+    """A runner with room for `sequences` requests of `longest` tokens, and what drives it.
+
+    Raises ConfigError when a length exceeds the model's positions.
+    """
     config = load_config(options.model)
-    warm = 4
-    longest = max([length for _, length in options.prefill] + [c + options.steps + warm + 1 for c in options.context])
     capacity = -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
     if longest > config.max_positions:
         raise ConfigError(
             f"{longest} tokens are more than the model's {config.max_positions} positions:"
             " shorten --prefill, --context or --steps"
         )
-    sequences = max(options.decode + [count for count, _ in options.prefill])
-    runner = ModelRunner(
+    chunk = max(8192, capacity)
+    runner = open_runner(
         options.model,
         device=options.device,
         dtype=options.dtype,
@@ -150,21 +211,47 @@ def measure(options: argparse.Namespace) -> list[BenchRow]:
         max_model_len=min(capacity, config.max_positions),
         load_format=options.load_format,
         seed=options.seed,
+        limits=PassLimits(sequences, chunk, 0, 1, sequences),
+        options=gpu_options(options),
     )
-    load = _Load(runner, capacity, options.temperature, options.seed)
+    return runner, _Load(runner, capacity, options.temperature, options.seed)
+
+
+def measure(options: argparse.Namespace) -> list[BenchRow]:
+    """Run all measurements of the parsed options. Raises ConfigError when a length exceeds the model's positions."""
+    warm = 4
+    gpu = options.device != "cpu"
+    contexts = options.context or (GPU_DECODE_CONTEXT if gpu else [128])
+    prefill = options.prefill or _prompts(GPU_PREFILL if gpu else "128,1024,8192,4x128,16x128")
+    longest = max([length for _, length in prefill] + [c + options.steps + 2 * warm + 1 for c in contexts])
+    sequences = max(options.decode + [count for count, _ in prefill])
+    _, load = open_for(options, sequences, longest)
     rows = []
-    for context in options.context:
+    for context in contexts:
         for count in options.decode:
             requests = load.requests(count, context)
             load.run(requests, decode=False)
-            for _ in range(warm):
-                load.run(requests, decode=True)
-            times = [load.run(requests, decode=True) for _ in range(options.steps)]
+            if gpu:
+                times = load.decode_ahead(requests, options.steps + 2 * warm)[warm:-warm]
+            else:
+                for _ in range(warm):
+                    load.run(requests, decode=True)
+                times = [load.run(requests, decode=True) for _ in range(options.steps)]
             rows.append(_row("decode", count, context, count, times))
-    for count, length in options.prefill:
+            _print(rows[-1])
+    for count, length in prefill:
         times = [load.run(load.requests(count, length), decode=False) for _ in range(options.repeats + 1)][1:]
         rows.append(_row("prefill", count, length, count * length, times))
+        _print(rows[-1])
     return rows
+
+
+def _print(row: BenchRow) -> None:
+    print(
+        f"{row.phase:8} {row.requests:8d} {row.tokens_each:7d} {row.median_ms:10.3f} {row.min_ms:10.3f}"
+        f" {row.tokens_per_s:10.0f}",
+        flush=True,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -172,13 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    rows = measure(options)
     print(f"{'phase':8} {'requests':>8} {'tokens':>7} {'median ms':>10} {'min ms':>10} {'tok/s':>10}")
-    for row in rows:
-        print(
-            f"{row.phase:8} {row.requests:8d} {row.tokens_each:7d} {row.median_ms:10.3f} {row.min_ms:10.3f}"
-            f" {row.tokens_per_s:10.0f}"
-        )
+    rows = measure(options)
     if options.json is not None:
         document = {
             "schema": SCHEMA,
@@ -188,6 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "random_weights": options.load_format == "dummy",
             "device": options.device,
             "dtype": options.dtype,
+            "fast": options.fast,
+            "prefill_fp8": options.fast or options.prefill_fp8,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "python": platform.python_version(),

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from sparkinfer.models.config import ModelConfig, load_config
+from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.model_runner import ModelRunner
+from sparkinfer.runner.open_runner import open_runner
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Checkpoint, Request, Row, SamplingParams, StepPlan
 from sparkinfer_eval.check_program import CheckRow, NotApplicable, parser, run
 
@@ -80,7 +82,7 @@ def prompt_sets(config: ModelConfig, seed: int) -> list[tuple[str, list[list[int
 class Bench:
     """A runner with a place for each prompt of a set."""
 
-    def __init__(self, runner: ModelRunner, per_slot: int) -> None:
+    def __init__(self, runner: ModelRunner | GpuRunner, per_slot: int) -> None:
         self.runner, self.per_slot, self.step = runner, per_slot, 0
 
     def prefill(self, prompts: Sequence[list[int]], places: Sequence[int]) -> list[Prefilled]:
@@ -160,7 +162,7 @@ def check(options: argparse.Namespace) -> tuple[str, list[CheckRow]]:
     longest = max(len(prompt) for _, prompts in sets for prompt in prompts)
     per_slot = -(-(longest + 1) // KV_BLOCK_TOKENS)
     count = max(PACK_ROWS, *(len(prompts) for _, prompts in sets))
-    runner = ModelRunner(
+    runner = open_runner(
         options.model,
         device=options.device,
         dtype=options.dtype,
