@@ -270,6 +270,14 @@ class GpuModel:
         Returns:
             [m, V] logits of the rows in `inputs.outputs` (of all T when that is None).
         """
+        return self.logits(self.hidden(inputs, caches), logits)
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The output matrix: [m, H] to [m, V]."""
+        return self.lm_head(self.lm_head.rows(hidden), out)
+
+    def hidden(self, inputs: PassInputs, caches: Caches) -> torch.Tensor:
+        """Run one pass up to the final norm: [m, H]."""
         self._plan(inputs)
         count, last = inputs.tokens.shape[0], len(self.layers) - 1
         residual = torch.empty(count, self.config.hidden_size, dtype=self.dtype, device=self.device)
@@ -286,10 +294,11 @@ class GpuModel:
             picked = inputs.outputs if number == last else None
             x, residual = self._add_norm(y, residual, layer.norm1_mlp, layer.mlp.input, picked)
             y = layer.mlp(x, inputs)
-            following = self.lm_head if number == last else self.layers[number + 1].mixer.in_proj
-            norm1 = self.norm1 if number == last else self.layers[number + 1].norm1_mixer
-            x, residual = self._add_norm(y, residual, norm1, following)
-        return self.lm_head(x, logits)
+            if number < last:
+                following = self.layers[number + 1]
+                x, residual = self._add_norm(y, residual, following.norm1_mixer, following.mixer.in_proj)
+        final, _ = self.ops.add_rms_norm(y, residual, self.norm1, self.eps, torch.empty_like(y))
+        return final
 
     def _add_norm(
         self,

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ class Passes:
         self._block_table = torch.zeros(requests, table.shape[1], dtype=torch.int32, device=device)
         self._inputs: dict[PassShape, PassInputs] = {}
         self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def _checkpoint_buffer(self, entries: int) -> CheckpointBuffer | None:
         if not entries:
@@ -120,11 +121,17 @@ class Passes:
         """Run the pass whose words have been copied in; its logits stay until the next pass."""
         self._replay(shape, lambda: self._forward(shape))
 
-    def run_for_all_logits(self, shape: PassShape) -> torch.Tensor:
-        """Run the pass uncaptured and return the logits [rows, V] of every padded row."""
+    def run_for_hidden(self, shape: PassShape) -> torch.Tensor:
+        """Run the pass uncaptured and return the final hidden states [rows, H] of every padded row.
+
+        The logits of the pass's outputs are there afterwards, as after `run`.
+        """
         inputs = self.inputs(shape)
         self._prepare(inputs, self._fields(self.builder.layout(shape)))
-        return self.model.forward(replace(inputs, outputs=None), self.caches)
+        hidden = self.model.hidden(replace(inputs, outputs=None), self.caches)
+        assert inputs.outputs is not None
+        self.model.logits(hidden.index_select(0, inputs.outputs), self._logits[: shape.outputs])
+        return hidden
 
     def _prepare(self, inputs: PassInputs, fields: dict[str, torch.Tensor]) -> None:
         self.model.ops.prepare_step(
@@ -162,8 +169,19 @@ class Passes:
 
     def logprobs(self, step: StepMetadata, chosen: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of the newest pass's rows: of the chosen tokens, and of the `most` likely ones."""
-        count = step.layout.shape.outputs
-        return tuple(self.model.ops.logprobs(self._logits[:count], chosen, most, self._sampler))
+        return self.report(self._logits[: step.layout.shape.outputs], chosen, most)
+
+    def report(
+        self, logits: torch.Tensor, tokens: torch.Tensor, most: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the operation `logprobs`, for any number of rows."""
+        step = self.outputs
+        parts = [
+            self.model.ops.logprobs(logits[at : at + step], tokens[at : at + step], most, self._sampler)
+            for at in range(0, logits.shape[0], step)
+        ]
+        chosen, rank, ids, values = (torch.cat(part) for part in zip(*parts, strict=True))
+        return chosen, rank, ids, values
 
     def _replay(self, key: object, run: Callable[[], None]) -> None:
         """Replay the graph of that key; capture it first if it is new. On a CPU, just run."""
@@ -200,7 +218,8 @@ class Passes:
             self.builder.fill_padding(layout, array)
             self.words[: layout.words].copy_(torch.from_numpy(array))
             return
-        outputs, _ = key  # type: ignore[misc]
+        assert isinstance(key, tuple)
+        outputs: int = key[0]
         layout = next(self.builder.layout(shape) for shape in self.builder.limits.shapes() if shape.outputs == outputs)
         self._pad(layout.shape)
 

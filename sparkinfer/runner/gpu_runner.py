@@ -16,6 +16,7 @@ import torch
 
 from sparkinfer.models.qwen3_5 import Caches
 from sparkinfer.models.qwen3_5_gpu import GpuModel
+from sparkinfer.runner import prompt_logprobs
 from sparkinfer.runner.gpu_memory import RING_ENTRIES, checkpoint_entries
 from sparkinfer.runner.gpu_metadata import MetadataBuilder, StepMetadata
 from sparkinfer.runner.gpu_passes import Passes
@@ -131,9 +132,27 @@ class GpuRunner:
             if not plan.rows:
                 return PendingStep(lambda: StepResult(plan.step_id, [], []))
             stage, step = self._begin(plan)
-            self.passes.run(step.layout.shape)
+            asked = _prompt_shares(plan, step)
+            if asked:
+                reports = self._score_prompts(asked, step)
+            else:
+                self.passes.run(step.layout.shape)
             self._save_after(step)
-            return self._choose(plan.step_id, stage, step)
+            pending = self._choose(plan.step_id, stage, step)
+            if not asked:
+                return pending
+
+        def collect() -> StepResult:
+            prompt_logprobs.store(asked, reports)
+            return pending.result()
+
+        return PendingStep(collect)
+
+    def _score_prompts(self, asked: list[prompt_logprobs.Share], step: StepMetadata) -> list[prompt_logprobs.Report]:
+        """Run the pass, and put the prompts' tokens through the output matrix."""
+        hidden = self.passes.run_for_hidden(step.layout.shape)
+        places = prompt_logprobs.places(asked, self.device)
+        return prompt_logprobs.score(asked, hidden[places], self.model.logits, self.passes.report)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run a plan's pass and return the logits [T, V] fp32 of every token, in the order of the plan's rows.
@@ -143,9 +162,10 @@ class GpuRunner:
         with torch.inference_mode(), self.queue.on(self.queue.main):
             self._move(plan.moves)
             _, step = self._begin(plan)
-            logits = self.passes.run_for_all_logits(step.layout.shape)
+            hidden = self.passes.run_for_hidden(step.layout.shape)
             self._save_after(step)
-            picked = torch.cat([logits[first : first + count] for first, count in step.row_tokens]).float()
+            rows = torch.cat([hidden[first : first + count] for first, count in step.row_tokens])
+            picked = torch.cat([self.model.logits(part).float() for part in rows.split(prompt_logprobs.CHUNK)])
         self.queue.drain()
         return picked
 
@@ -223,6 +243,19 @@ class GpuRunner:
         """A copy on its way to pinned memory."""
         host = self.queue.pinned(*part.shape, dtype=part.dtype)
         return host.copy_(part, non_blocking=True)
+
+
+def _prompt_shares(plan: StepPlan, step: StepMetadata) -> list[prompt_logprobs.Share]:
+    """The prompt positions whose log-probabilities a pass yields; empty for nearly every pass."""
+    found = []
+    for row, (first, _) in zip(plan.rows, step.row_tokens, strict=True):
+        request = row.request
+        if request.sampling.prompt_logprobs is not None and not row.is_decode and not request.output:
+            # The last token's row predicts the first output, which is reported as such.
+            count = min(row.length, len(request.prompt) - 1 - row.start)
+            if count > 0:
+                found.append(prompt_logprobs.Share(request, row.start + 1, count, first))
+    return found
 
 
 def _result(step_id: int, step: StepMetadata, tokens: list[int], report: tuple[torch.Tensor, ...] | None) -> StepResult:

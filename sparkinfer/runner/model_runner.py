@@ -115,7 +115,7 @@ class ModelRunner:
         with torch.inference_mode():
             self.model = Qwen35Model(
                 self.config,
-                open_source(folder, self.config, load_format, seed),
+                open_source(folder, self.config, load_format, seed, self.device),
                 device=self.device,
                 dtype=self.dtype,
                 ops=self.ops,

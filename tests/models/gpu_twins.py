@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,7 @@ def attention_prefill(
     q, gate, k_cache, v_cache, block_table, cu_seqlens, starts, scale, workspace, out, kv_scales=None
 ):  # type: ignore[no-untyped-def]
     ends = cu_seqlens.tolist()
-    for row, (first, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+    for row, (first, stop) in enumerate(itertools.pairwise(ends)):
         if stop > first:
             part = _attend(q[first:stop], k_cache, v_cache, block_table[row], int(starts[row]), scale)
             out[first:stop] = part * torch.sigmoid(gate[first:stop])
@@ -154,7 +155,7 @@ def gdn_prefill(
     if checkpoints is not None:
         for entry, key in enumerate(zip(checkpoints.sequence.tolist(), checkpoints.position.tolist(), strict=True)):
             wanted.setdefault(key, []).append(entry)
-    for row, (first, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+    for row, (first, stop) in enumerate(itertools.pairwise(ends)):
         if stop == first:
             continue
         slot, start = int(slots[row]), int(starts[row])

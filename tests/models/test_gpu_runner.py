@@ -143,11 +143,17 @@ def test_steps_in_flight_take_their_tokens_from_the_device(checkpoint, make_gpu_
         row.output_index = index
         runner.launch(StepPlan(index, [row]))
         tokens += runner.collect().tokens
-    with pytest.raises(ValueError, match="under way"):
-        for index in range(5, 8):
-            runner.launch(StepPlan(index, [row]))
     tokens += runner.collect().tokens
     assert tokens == expected.output
+
+
+def test_no_more_steps_in_flight_than_there_is_pinned_memory_for(checkpoint, make_gpu_driver, prompt):
+    driver = make_gpu_driver(checkpoint("dense")[0])
+    row = driver.row(driver.add(prompt(20, 4)))
+    for index in range(2):
+        driver.runner.launch(StepPlan(index, [row]))
+    with pytest.raises(ValueError, match="2 steps are under way"):
+        driver.runner.launch(StepPlan(2, [row]))
 
 
 def test_log_probabilities_and_bans_as_on_the_cpu(checkpoint, make_driver, make_gpu_driver, prompt):
@@ -163,6 +169,21 @@ def test_log_probabilities_and_bans_as_on_the_cpu(checkpoint, make_driver, make_
         assert cpu.logprobs[0].top_ids == gpu.logprobs[0].top_ids
         assert gpu.logprobs[0].rank == cpu.logprobs[0].rank
         np.testing.assert_allclose(gpu.logprobs[0].top_logprobs, cpu.logprobs[0].top_logprobs, atol=1e-3)
+
+
+def test_prompt_log_probabilities_as_on_the_cpu(checkpoint, make_driver, make_gpu_driver, prompt):
+    folder, _ = checkpoint("dense")
+    found = []
+    for driver in (make_driver(folder), make_gpu_driver(folder)):
+        first, second = driver.add(prompt(33, 1), prompt_logprobs=2), driver.add(prompt(8, 2))
+        driver.run([driver.row(second)])
+        driver.run([driver.row(second), driver.row(first)])
+        driver.run([driver.row(second), driver.row(first)])
+        found.append((first.prompt_logprobs, first.output, second.output))
+    assert found[0][1:] == found[1][1:]
+    for cpu, gpu in zip(found[0][0][1:], found[1][0][1:], strict=True):
+        assert cpu.top_ids == gpu.top_ids
+        assert gpu.logprob == pytest.approx(cpu.logprob, abs=1e-3)
 
 
 def test_a_pass_beyond_the_limits_is_refused(checkpoint, make_gpu_driver, prompt):
