@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -321,6 +322,14 @@ def page() -> str:
     lines += ["", "Variables that are not settings:", ""]
     lines += [f"- `{name}`: {text}." for name, text in ENVIRONMENT_ONLY.items()]
     return "\n".join(lines) + "\n"
+
+
+def default_threads() -> int:
+    """All CPUs this process may use but one, which the server process needs.
+
+    A team that has to share a CPU waits at every operation's barrier for a thread that is not running.
+    """
+    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 if __name__ == "__main__":

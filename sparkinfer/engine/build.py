@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from sparkinfer.runner.memory import MIB, MemoryPlan
 from sparkinfer.runner.model_runner import ModelRunner
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, SamplingParams
-from sparkinfer.settings import Settings
+from sparkinfer.settings import Settings, default_threads
 
 log = logging.getLogger("sparkinfer.engine")
 
@@ -176,14 +175,6 @@ def warm_up(runner: OverlapRunner, schedule: SchedulerConfig, vocab_size: int) -
         core.add(Request(f"warm-up-{number}", prompt, sampling, use_cache=False))
     while core.has_work:
         core.step()
-
-
-def default_threads() -> int:
-    """All CPUs this process may use but one, which the server process needs.
-
-    A team that has to share a CPU waits at every operation's barrier for a thread that is not running.
-    """
-    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def build_engine(options: EngineOptions) -> Engine:

@@ -196,7 +196,8 @@ def engine_origin(wildcards):
     """Options of engine_source.py that say where an engine's source comes from."""
     image = measured_image(wildcards.digest)
     if image:
-        return f"--image {Path(image).parent / 'built'}"
+        built = Path(image).parent / "built"
+        return f"--image {built} --device {PLAN_OF['release'].device}"
     tag = ENGINES[wildcards.engine, wildcards.digest].tag
     return f"--tag {tag}" if tag else ""
 
@@ -328,6 +329,7 @@ def declaration(wildcards):
         "dtype": model.dtype,
         "cache": "results/cache",
         "step_trace": "STEPS",
+        "threads": "THREADS",
     }
     values |= {
         "max_model_len": str(model.max_model_len),

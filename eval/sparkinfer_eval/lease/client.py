@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sparkinfer.errors import EnvironmentProblem
 from sparkinfer.identity import json_digest
+from sparkinfer.settings import default_threads
 from sparkinfer_eval.lease import process
 from sparkinfer_eval.lease.process import ProcessId
 from sparkinfer_eval.lease.ready import ask_version, vocabulary_size, wait_ready, warm_up
@@ -82,6 +83,7 @@ class Wanted:
             "seed": str(self.seed),
             "cache": str(self.cache),
             "step_trace": "" if self.step_trace is None else str(self.step_trace),
+            "threads": str(default_threads()),
             "unpacked": str(self.source),
             "source": os.pathsep.join(str(self.source / part) for part in (".", "kernels", "eval", "containers")),
         }

@@ -13,7 +13,7 @@ from sparkinfer_eval.plan.schema import read_yaml, validate
 
 PLACEHOLDERS = (
     "python", "model", "served_name", "port", "device", "dtype", "max_model_len", "seed", "cache", "source",
-    "step_trace", "unpacked",
+    "step_trace", "threads", "unpacked",
 )  # fmt: skip
 
 
