@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import CheckpointError
+from sparkinfer.quantization.schemes import Quantization, parse_quantization
 
 DENSE = "Qwen3_5ForCausalLM"
 MOE = "Qwen3_5MoeForCausalLM"
@@ -57,6 +58,8 @@ class ModelConfig:
     experts_per_token: int
     moe_intermediate_size: int
     shared_intermediate_size: int
+    quantization: Quantization | None = field(default=None, compare=False)
+    """Which modules are quantised, and how; None when none is."""
 
     @property
     def num_layers(self) -> int:
@@ -131,6 +134,10 @@ def load_config(folder: Path) -> ModelConfig:
     """
     path = folder / "config.json"
     data = read_json(path)
+    legacy = folder / "hf_quant_config.json"
+    if "quantization_config" not in data and legacy.exists():
+        # Where ModelOpt wrote it before config.json had a place for it.
+        data["quantization_config"] = read_json(legacy)
     generation = folder / "generation_config.json"
     return parse_config(data, str(path), read_json(generation) if generation.exists() else {})
 
@@ -147,10 +154,6 @@ def parse_config(
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if name not in ARCHITECTURES:
         raise CheckpointError(f"{where}: `architectures` is {architectures!r}; supported: {', '.join(ARCHITECTURES)}")
-    if data.get("quantization_config"):
-        raise CheckpointError(
-            f"{where}: `quantization_config` is set; quantised checkpoints are not supported, use a BF16 one"
-        )
     multimodal = name.endswith("ForConditionalGeneration")
     text = data.get("text_config") if multimodal else data
     if not isinstance(text, dict):
@@ -168,6 +171,7 @@ def parse_config(
     if dtype not in DTYPES:
         raise fields.fail("dtype", f"is {dtype!r}; supported: {', '.join(DTYPES)}")
     moe = ARCHITECTURES[name]
+    quantization = data.get("quantization_config") or text.get("quantization_config")
     config = ModelConfig(
         architecture=name,
         multimodal=multimodal,
@@ -194,6 +198,7 @@ def parse_config(
         experts_per_token=fields.integer("num_experts_per_tok") if moe else 0,
         moe_intermediate_size=fields.integer("moe_intermediate_size") if moe else 0,
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size") if moe else 0,
+        quantization=parse_quantization(quantization, f"{where}: quantization_config") if quantization else None,
     )
     _check_shape(config, fields)
     return config

@@ -1,39 +1,62 @@
 """Weights of a checkpoint, by tensor name: from safetensors files, or seeded random ones of the same shape.
 
 A model asks its `WeightSource` for each tensor it needs with the shape it expects, so every missing, misshapen or
-foreign tensor is refused by name before anything runs.
+foreign tensor is refused by name before anything runs. Whether a module is quantised is looked up for each module in
+`quantization_config`; `quantised` gives it as it is stored, `get` dequantises it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import struct
-from collections.abc import Iterable
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from sparkinfer.errors import CheckpointError
-from sparkinfer.models.config import ModelConfig, read_json
+from sparkinfer.models.config import ModelConfig
+from sparkinfer.models.dummy import DummySource
+from sparkinfer.models.reader import Reader, load_order, make_reader
+from sparkinfer.models.safetensors_file import Entry, read_entries
+from sparkinfer.quantization import fp8, nvfp4
+from sparkinfer.quantization.fp8 import Fp8BlockParts
+from sparkinfer.quantization.nvfp4 import Nvfp4Parts
+from sparkinfer.quantization.schemes import Format, Scheme
 
 log = logging.getLogger(__name__)
 
-FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOAT_DTYPES = ("F32", "F16", "BF16")
 IGNORED_PREFIXES = ("mtp.", "model.visual.", "visual.")
 """Parts of a checkpoint that plain text decoding does not use: the multi-token-prediction head, the vision tower."""
+IGNORED_SUFFIXES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""Scales of a quantised KV cache: the cache keeps the model's dtype."""
+CHECKS_AT_ONCE = 256
+"""Scales of so many modules are looked at before the host waits for the device."""
+
+
+SecondLook = Callable[[], bool]
+"""A check that costs more and is made only where the first one fails."""
 
 
 class WeightSource(Protocol):
     """Where a model's tensors come from. Names are those of a text-only checkpoint (`model.layers.0...`)."""
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor `name` in its stored float dtype; raises CheckpointError unless it has `shape`."""
+        """The tensor `name` in its stored float dtype, or dequantised to the checkpoint's own dtype.
+
+        Raises CheckpointError unless it is there, whole and of this `shape`.
+        """
+
+    def quantised(self, name: str, shape: tuple[int, ...] | None = None) -> Nvfp4Parts | Fp8BlockParts | None:
+        """What a quantised module's weight `name` is stored as; None where it is not quantised.
+
+        Raises CheckpointError for parts that are absent, misshapen, of a foreign dtype, or whose scales are unusable.
+        """
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of that name exists."""
+        """Whether a weight of that name exists, quantised or not."""
 
     def finish(self) -> None:
         """Called when the model has all it needs; raises CheckpointError for language tensors nobody asked for."""
@@ -42,159 +65,224 @@ class WeightSource(Protocol):
 class SafetensorsSource:
     """A checkpoint folder in the layout of `transformers`: one `model.safetensors`, or shards with an index."""
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        """Read all headers. Raises CheckpointError for a missing shard or a truncated or malformed file."""
+    def __init__(
+        self, folder: Path, config: ModelConfig, device: torch.device | str = "cpu", reader: Reader | None = None
+    ) -> None:
+        """Read all headers; `reader` None takes the device's own.
+
+        Raises CheckpointError for a missing shard or a truncated or malformed file.
+        """
         self.folder = folder
-        self._headers: dict[str, dict[str, Any]] = {}
-        self._file_of: dict[str, Path] = {}
-        for path, names in _shards(folder):
-            header = _read_header(path, names)
-            for name in names if names is not None else header:
-                self._file_of[name] = path
-                self._headers[name] = header[name]
+        self._started = time.perf_counter()
+        self._quantization = config.quantization
+        self._dtype = getattr(torch, config.dtype)
+        self._entries = read_entries(folder)
         self._rename = "model.language_model." if config.multimodal else "model."
         self._used: set[str] = set()
-        self._open: dict[Path, Any] = {}
+        language = [entry for name, entry in self._entries.items() if not name.startswith(IGNORED_PREFIXES)]
+        self._reader = reader or make_reader(sorted(language, key=load_order), torch.device(device))
+        self._checks: list[tuple[str, torch.Tensor, SecondLook | None]] = []
 
     def _stored(self, name: str) -> str:
         """The name under which a text-only checkpoint's tensor is stored here."""
         return self._rename + name.removeprefix("model.") if name.startswith("model.") else name
 
+    def _scheme(self, name: str) -> Scheme | None:
+        return self._quantization.scheme_of(name.removesuffix(".weight")) if self._quantization else None
+
+    def _part(self, name: str, suffix: str) -> str:
+        """Where a part of the quantised weight `name` is stored; experts that are fused have no `.weight`."""
+        stored = self._stored(name)
+        if stored.endswith(".weight"):
+            return stored.removesuffix("weight") + suffix
+        return stored + suffix.removeprefix("weight")
+
     def has(self, name: str) -> bool:
         """See `WeightSource`."""
-        return self._stored(name) in self._file_of
+        scheme = self._scheme(name)
+        return self._stored(name) in self._entries or (
+            scheme is not None and self._part(name, scheme.weight) in self._entries
+        )
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """See `WeightSource`."""
-        stored = self._stored(name)
-        path = self._file_of.get(stored)
-        if path is None:
+        parts = self.quantised(name, shape)
+        if parts is not None:
+            return parts.dequantise(self._dtype)
+        return self._read(self._stored(name), shape, FLOAT_DTYPES, "config.json calls for {}")
+
+    def quantised(self, name: str, shape: tuple[int, ...] | None = None) -> Nvfp4Parts | Fp8BlockParts | None:
+        """See `WeightSource`."""
+        scheme = self._scheme(name)
+        if scheme is None:
+            return None
+        if scheme.format is Format.NVFP4:
+            return self._nvfp4(name, scheme, shape)
+        return self._fp8(name, scheme, shape)
+
+    def _nvfp4(self, name: str, scheme: Scheme, shape: tuple[int, ...] | None) -> Nvfp4Parts:
+        weight = self._part(name, scheme.weight)
+        rows, columns = self._logical(weight, shape, halved=True)
+        if columns % nvfp4.BLOCK:
             raise CheckpointError(
-                f"{self.folder}: tensor {stored} is missing; the checkpoint is incomplete or config.json"
-                " does not belong to it"
+                f"{self.folder}: tensor {weight} has {columns} columns; NVFP4 needs multiples of {nvfp4.BLOCK}"
             )
-        header = self._headers[stored]
-        if header["dtype"] not in FLOAT_DTYPES:
+        packed = self._read(weight, (rows, columns // 2), ("U8",))
+        scale = self._part(name, scheme.scales[0])
+        scales = self._read(scale, (rows, columns // nvfp4.BLOCK), ("F8_E4M3",))
+        self._check_block_scales(scale, scales, packed)
+        assert scheme.global_scale is not None
+        assert scheme.input_scale is not None
+        global_scale = self._scalar(self._part(name, scheme.global_scale), scheme.reciprocal)
+        given = self._part(name, scheme.input_scale)
+        if given not in self._entries and not scheme.needs_input_scale:
+            return Nvfp4Parts(packed, scales, global_scale)
+        return Nvfp4Parts(packed, scales, global_scale, self._scalar(given, scheme.reciprocal))
+
+    def _fp8(self, name: str, scheme: Scheme, shape: tuple[int, ...] | None) -> Fp8BlockParts:
+        weight = self._part(name, scheme.weight)
+        logical = self._logical(weight, shape)
+        values = self._read(weight, logical, ("F8_E4M3",))
+        candidates = [self._part(name, suffix) for suffix in scheme.scales]
+        scale = next((one for one in candidates if one in self._entries), candidates[0])
+        blocks = (*logical[:-2], fp8.blocks_of(logical[-2]), fp8.blocks_of(logical[-1]))
+        entry = self._entries.get(scale)
+        # ModelOpt writes the block's own dimensions too, as ones.
+        stored = (blocks[0], 1, blocks[1], 1) if entry is not None and len(entry.shape) == 4 else blocks
+        scales = self._read(scale, stored, ("F32", "BF16")).float().reshape(blocks)
+        self._check_later(scale, (torch.isfinite(scales) & (scales > 0)).all())
+        return Fp8BlockParts(values, scales)
+
+    def _logical(self, weight: str, shape: tuple[int, ...] | None, halved: bool = False) -> tuple[int, ...]:
+        """The matrix's shape: as asked for, or as stored."""
+        if shape is not None:
+            return shape
+        stored = self._entry(weight).shape
+        if len(stored) < 2:
+            raise CheckpointError(f"{self.folder}: tensor {weight} has shape {list(stored)}, expected a matrix")
+        return (*stored[:-1], stored[-1] * 2) if halved else stored
+
+    def _entry(self, stored: str) -> Entry:
+        entry = self._entries.get(stored)
+        if entry is not None:
+            return entry
+        if stored.endswith("scale") or "_scale_" in stored or "global_scale" in stored:
             raise CheckpointError(
-                f"{path}: tensor {stored} has dtype {header['dtype']}; supported: {', '.join(FLOAT_DTYPES)}"
-                " (quantised checkpoints are not)"
+                f"{self.folder}: tensor {stored} is missing, but quantization_config says that its module is quantised:"
+                " the checkpoint is incomplete, or the module belongs on the list of those that are not"
             )
-        if tuple(header["shape"]) != shape:
+        raise CheckpointError(
+            f"{self.folder}: tensor {stored} is missing; the checkpoint is incomplete or config.json does not belong"
+            " to it"
+        )
+
+    def _read(
+        self,
+        stored: str,
+        shape: tuple[int, ...],
+        dtypes: tuple[str, ...],
+        wanted: str = "its module's shape and format call for {}",
+    ) -> torch.Tensor:
+        """A tensor of this shape and one of these dtypes."""
+        entry = self._entry(stored)
+        if entry.dtype not in dtypes:
+            hint = "" if dtypes == FLOAT_DTYPES else ", as quantization_config says of its module"
+            more = "; quantization_config does not say that it is quantised" if dtypes == FLOAT_DTYPES else ""
             raise CheckpointError(
-                f"{path}: tensor {stored} has shape {header['shape']}, but config.json calls for {list(shape)}"
+                f"{entry.path}: tensor {stored} has dtype {entry.dtype}, expected {' or '.join(dtypes)}{hint}{more}"
+            )
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"{entry.path}: tensor {stored} has shape {list(entry.shape)}, but {wanted.format(list(shape))}"
             )
         self._used.add(stored)
-        try:
-            if path not in self._open:
-                self._open[path] = safe_open(path, framework="pt")
-            return self._open[path].get_tensor(stored)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: tensor {stored} cannot be read: {error}") from error
+        return self._reader.read(entry)
+
+    def _scalar(self, stored: str, reciprocal: bool) -> torch.Tensor:
+        """A positive fp32 scalar; files have it as [] or [1]."""
+        shape = self._entry(stored).shape
+        value = self._read(stored, (1,) if shape == (1,) else (), ("F32",)).reshape(())
+        self._check_later(stored, torch.isfinite(value) & (value > 0))
+        return value.reciprocal() if reciprocal else value
+
+    def _check_block_scales(self, stored: str, scales: torch.Tensor, packed: torch.Tensor) -> None:
+        """Refuse NaN and negative block scales, and a zero one unless its block is all zeros."""
+        codes = scales.view(torch.uint8)
+
+        # Codes 0x01 to 0x7e are the positive numbers; minus one, zero wraps around to the top.
+        def but_for_zeros() -> bool:
+            empty = packed.view(*codes.shape, -1).bitwise_and(0x77).amax(-1) == 0
+            return bool(((codes - 1 <= 0x7D) | ((codes == 0) & empty)).all())
+
+        self._check_later(stored, (codes - 1 <= 0x7D).all(), but_for_zeros)
+
+    def _check_later(self, stored: str, good: torch.Tensor, second: SecondLook | None = None) -> None:
+        """Refuse the scales `stored` unless `good` or `second` says so; a device is asked for many answers at once."""
+        self._checks.append((stored, good, second))
+        if good.device.type == "cpu" or len(self._checks) >= CHECKS_AT_ONCE:
+            self._check_now()
+
+    def _check_now(self) -> None:
+        checks, self._checks = self._checks, []
+        if not checks or bool(torch.stack([good for _, good, _ in checks]).all()):
+            return
+        for stored, good, second in checks:
+            if not good and not (second is not None and second()):
+                raise CheckpointError(
+                    f"{self._entries[stored].path}: tensor {stored} holds a scale that is NaN, infinite, negative or"
+                    " zero: the checkpoint is damaged or was not calibrated"
+                )
 
     def finish(self) -> None:
         """See `WeightSource`."""
-        self._open.clear()
-        rest = sorted(set(self._file_of) - self._used)
-        ignored = [name for name in rest if name.startswith(IGNORED_PREFIXES)]
+        self._check_now()
+        self._reader.close()
+        rest = sorted(set(self._entries) - self._used)
         # A tied model may store its output matrix all the same.
-        foreign = [name for name in rest if not name.startswith(IGNORED_PREFIXES) and name != "lm_head.weight"]
+        ignored = [name for name in rest if name.startswith(IGNORED_PREFIXES) or name.endswith(IGNORED_SUFFIXES)]
+        tied = [name for name in rest if name.startswith("lm_head.")]
+        foreign = sorted(set(rest) - set(ignored) - set(tied) - self._spare(rest))
         if foreign:
             more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
             raise CheckpointError(
-                f"{self._file_of[foreign[0]]}: tensor {foreign[0]}{more} has no place in the model that"
+                f"{self._entries[foreign[0]].path}: tensor {foreign[0]}{more} has no place in the model that"
                 " config.json describes"
             )
         if ignored:
             parts = sorted({name.removeprefix("model.").split(".")[0] for name in ignored})
             log.info("serving the language model only: %d tensors not loaded (%s)", len(ignored), ", ".join(parts))
+        size = sum(self._entries[name].end - self._entries[name].start for name in self._used)
+        seconds = time.perf_counter() - self._started
+        log.info("loaded %d tensors, %.1f MiB, in %.2f s", len(self._used), size / 2**20, seconds)
 
-
-def _shards(folder: Path) -> Iterable[tuple[Path, list[str] | None]]:
-    """The weight files, each with the tensors that the index expects in it (None: no index, take what is there)."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        single = folder / "model.safetensors"
-        if not single.exists():
-            raise CheckpointError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
-        yield single, None
-        return
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: `weight_map` is missing or empty")
-    by_file: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        by_file.setdefault(str(file), []).append(name)
-    for file, names in sorted(by_file.items()):
-        path = folder / file
-        if not path.exists():
-            raise CheckpointError(
-                f"{path} does not exist, but the index places tensor {names[0]} there: fetch the shard"
-            )
-        yield path, names
-
-
-def _read_header(path: Path, names: list[str] | None) -> dict[str, dict[str, Any]]:
-    """The tensors of a safetensors file by name, checked against the file's length and the index."""
-    size = path.stat().st_size
-    wanted = names[0] if names else "any tensor"
-    with path.open("rb") as handle:
-        prefix = handle.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if 8 + length > size:
-            raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes): {wanted} cannot be read")
-        try:
-            header = json.loads(handle.read(length))
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
-                if 8 + length + entry["data_offsets"][1] > size:
-                    raise CheckpointError(f"{path} is truncated at {size} bytes: tensor {name} is incomplete")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path} has a malformed safetensors header ({error}): {wanted} cannot be read"
-            ) from error
-    for name in names or ():
-        if name not in header:
-            raise CheckpointError(f"{path}: tensor {name} is missing, but the index places it there")
-    return header
-
-
-class DummySource:
-    """Seeded random weights of real shape, for measuring without a checkpoint. Figures must say so."""
-
-    def __init__(self, config: ModelConfig, seed: int) -> None:
-        self._dtype = getattr(torch, config.dtype)
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def has(self, name: str) -> bool:
-        """Fused expert tensors exist here, per-expert ones do not."""
-        return ".experts." not in name or name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Normal with standard deviation 0.02; norms, gates and decays get values a trained model could have."""
-        if name.endswith("A_log"):
-            return torch.empty(shape).uniform_(1.0, 16.0, generator=self._generator).log_()
-        if name.endswith(("linear_attn.norm.weight", "dt_bias")):
-            return torch.ones(shape)
-        if name.endswith("norm.weight"):
-            return torch.zeros(shape, dtype=self._dtype)
-        return torch.empty(shape).normal_(0.0, 0.02, generator=self._generator).to(self._dtype)
-
-    def finish(self) -> None:
-        """Nothing can be left over."""
+    def _spare(self, rest: list[str]) -> set[str]:
+        """Input scales of modules whose activations stay in 16 bits: ModelOpt used to write them all the same."""
+        used = {name.rpartition(".")[0] for name in self._used}
+        suffixes = ("input_scale", "input_global_scale")
+        return {name for name in rest if name.endswith(suffixes) and name.rpartition(".")[0] in used}
 
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
-def open_source(folder: Path, config: ModelConfig, load_format: str = "auto", seed: int = 0) -> WeightSource:
+def open_source(
+    folder: Path, config: ModelConfig, load_format: str = "auto", seed: int = 0, device: torch.device | str = "cpu"
+) -> WeightSource:
     """The weights of `folder`, or random ones for `load_format="dummy"` (then only config.json is read).
+
+    Args:
+        folder: of the checkpoint.
+        config: read from it.
+        load_format: one of `LOAD_FORMATS`.
+        seed: of random weights.
+        device: where tensors are wanted; what the source gives lies there.
 
     Raises:
         CheckpointError: for a damaged or incomplete checkpoint, or an unknown load format.
     """
     if load_format == "dummy":
         log.warning("load format dummy: random weights of real shape (seed %d); the text is meaningless", seed)
-        return DummySource(config, seed)
+        return DummySource(config, seed, device)
     if load_format not in LOAD_FORMATS:
         raise CheckpointError(f"load format {load_format!r} is not known; choose one of {', '.join(LOAD_FORMATS)}")
-    return SafetensorsSource(folder, config)
+    return SafetensorsSource(folder, config, device)

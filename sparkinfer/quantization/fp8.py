@@ -28,6 +28,24 @@ class Fp8BlockParts:
         """The matrix in `dtype`, rounded once from fp32."""
         return dequantise(self.weight, self.scales, dtype)
 
+    def to(self, device: torch.device | str) -> Fp8BlockParts:
+        """The same on another device."""
+        return Fp8BlockParts(self.weight.to(device), self.scales.to(device))
+
+    def pick_rows(self, rows: torch.Tensor) -> Fp8BlockParts:
+        """The matrix [n, K] of the given rows ([n] int64), in their order.
+
+        Raises:
+            ValueError: the rows do not come in whole blocks, so that no block of 128 x 128 would have one scale.
+        """
+        blocks = rows.view(-1, BLOCK) if rows.shape[0] % BLOCK == 0 else rows.new_zeros(1, 2)
+        first = blocks[:, :1]
+        whole = blocks.shape[1] == BLOCK and bool((first % BLOCK == 0).all())
+        if not whole or not torch.equal(blocks, first + torch.arange(BLOCK, device=rows.device)):
+            raise ValueError(f"rows of an FP8 matrix can be picked in whole blocks of {BLOCK} only")
+        weight = self.weight.view(torch.uint8).index_select(0, rows).view(torch.float8_e4m3fn)
+        return Fp8BlockParts(weight, self.scales.index_select(0, first.squeeze(1) // BLOCK))
+
 
 def blocks_of(size: int) -> int:
     """Blocks along a dimension, the last of which may be smaller."""

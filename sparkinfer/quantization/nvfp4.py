@@ -46,6 +46,16 @@ class Nvfp4Parts:
         """[N, K] in `dtype`, rounded once from fp32."""
         return dequantise(self.packed, self.scales, self.global_scale, dtype)
 
+    def to(self, device: torch.device | str) -> Nvfp4Parts:
+        """The same on another device."""
+        given = None if self.input_scale is None else self.input_scale.to(device)
+        return Nvfp4Parts(self.packed.to(device), self.scales.to(device), self.global_scale.to(device), given)
+
+    def pick_rows(self, rows: torch.Tensor) -> Nvfp4Parts:
+        """The matrix of the given rows ([n] int64), in their order."""
+        scales = self.scales.view(torch.uint8).index_select(0, rows).view(torch.float8_e4m3fn)
+        return Nvfp4Parts(self.packed.index_select(0, rows), scales, self.global_scale, self.input_scale)
+
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """[..., K] uint8 codes below 16 to [..., K / 2] uint8, the even column in the low nibble."""
