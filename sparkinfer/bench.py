@@ -55,7 +55,8 @@ def _positive(text: str) -> list[int]:
     return values
 
 
-def _prompts(text: str) -> list[tuple[int, int]]:
+def parse_prompts(text: str) -> list[tuple[int, int]]:
+    """`1024,4x128` -> [(1, 1024), (4, 128)]: prompts and tokens of each."""
     found = []
     for part in text.split(","):
         count, _, length = part.rpartition("x")
@@ -95,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--prefill",
-        type=_prompts,
+        type=parse_prompts,
         metavar="N,KxN",
         help=f"prompts (default: 128,1024,8192,4x128,16x128; GPU {GPU_PREFILL})",
     )
@@ -169,6 +170,12 @@ class _Load:
             passes[-1].append(row)
         return passes
 
+    def decode_steps(self, requests: Sequence[Request], steps: int) -> list[float]:
+        """Seconds of decode steps, the way the device's engine runs them."""
+        if isinstance(self.runner, GpuRunner):
+            return self.decode_ahead(requests, steps)
+        return [self.run(requests, decode=True) for _ in range(steps)]
+
     def decode_ahead(self, requests: Sequence[Request], steps: int) -> list[float]:
         """Decode steps, each launched before the one before is collected. Returns the distances of results."""
         self.runner.launch(StepPlan(self.step, self._rows(requests, decode=True)))
@@ -222,7 +229,7 @@ def measure(options: argparse.Namespace) -> list[BenchRow]:
     warm = 4
     gpu = options.device != "cpu"
     contexts = options.context or (GPU_DECODE_CONTEXT if gpu else [128])
-    prefill = options.prefill or _prompts(GPU_PREFILL if gpu else "128,1024,8192,4x128,16x128")
+    prefill = options.prefill or parse_prompts(GPU_PREFILL if gpu else "128,1024,8192,4x128,16x128")
     longest = max([length for _, length in prefill] + [c + options.steps + 2 * warm + 1 for c in contexts])
     sequences = max(options.decode + [count for count, _ in prefill])
     _, load = open_for(options, sequences, longest)
@@ -231,12 +238,7 @@ def measure(options: argparse.Namespace) -> list[BenchRow]:
         for count in options.decode:
             requests = load.requests(count, context)
             load.run(requests, decode=False)
-            if gpu:
-                times = load.decode_ahead(requests, options.steps + 2 * warm)[warm:-warm]
-            else:
-                for _ in range(warm):
-                    load.run(requests, decode=True)
-                times = [load.run(requests, decode=True) for _ in range(options.steps)]
+            times = load.decode_steps(requests, options.steps + 2 * warm)[warm:-warm]
             rows.append(_row("decode", count, context, count, times))
             _print(rows[-1])
     for count, length in prefill:

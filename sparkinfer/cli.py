@@ -69,6 +69,47 @@ def _serve(options: argparse.Namespace) -> int:
     )
 
 
+def _quantize_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "quantize",
+        help="write a checkpoint with NVFP4 or block FP8 weights",
+        description="Quantise a checkpoint piece by piece (docs/quantization.md): memory does not grow with its size, "
+        "and a run that was killed goes on where it was.",
+    )
+    parser.add_argument("source", metavar="SRC", help="folder of a BF16, FP16 or FP32 checkpoint, or hub id@commit")
+    parser.add_argument("target", metavar="DST", help="folder to write; an unfinished run is taken up again")
+    parser.add_argument("--format", choices=("nvfp4", "fp8"), required=True, help="of linear layers")
+    parser.add_argument(
+        "--module",
+        action="append",
+        default=[],
+        metavar="PATTERN=FORMAT",
+        help="format of the layers a pattern means: nvfp4, fp8 or keep. A pattern is whole name components, each a "
+        "glob, found anywhere in the name: lm_head=nvfp4, layers.0=keep, self_attn=fp8, 'experts.*.down_proj=keep'. "
+        "The last that fits wins. Kept unless named: lm_head, in_proj_a, in_proj_b",
+    )
+    parser.add_argument(
+        "--calibration",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="UTF-8 text to calibrate NVFP4 with (default: the topics of Python's manual)",
+    )
+    parser.add_argument("--calibration-tokens", type=int, default=8192, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--no-search", action="store_true", help="block scales are amax / 6; do not search for the least error"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda[:N]: where to calibrate and quantise")
+    parser.add_argument("--shard-mib", type=int, default=4096, metavar="N", help="size of a file (default %(default)s)")
+    parser.set_defaults(run=_quantize)
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from sparkinfer.quantization.cli import run
+
+    return run(options)
+
+
 def _chat(options: argparse.Namespace) -> int:
     from sparkinfer.chat import chat
 
@@ -97,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this machine, and a model folder, for serving")
     doctor.add_argument("model", metavar="MODEL", nargs="?", help="model folder to check too")
     doctor.set_defaults(run=_doctor)
+    _quantize_parser(commands)
     commands.add_parser("bench", help="measure the engine without a server", add_help=False)
+    commands.add_parser("profile", help="trace steps of the engine, and a table of time by kernel", add_help=False)
     return parser
 
 
@@ -109,6 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from sparkinfer.bench import main as bench
 
             return int(bench(arguments[1:]) or 0)
+        if arguments[:1] == ["profile"]:
+            from sparkinfer.profiling import main as profile
+
+            return int(profile(arguments[1:]) or 0)
         options = _parser().parse_args(arguments)
         return int(options.run(options))
     except SparkinferError as error:
