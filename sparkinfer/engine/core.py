@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
-from sparkinfer.engine.messages import EngineStats
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.invariants import check_integrity
 from sparkinfer.scheduling.scheduler import Scheduler
-from sparkinfer.scheduling.types import Request, StepPlan, StepResult, TokenUpdate
+from sparkinfer.scheduling.types import EngineStats, Request, StepPlan, StepResult, TokenUpdate
 
 
 class Runner(Protocol):
@@ -114,5 +113,4 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Gauges and counters for /metrics."""
-        stats = self.scheduler.stats()
-        return EngineStats(**{name: getattr(stats, name) for name in stats.__slots__})
+        return self.scheduler.stats()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from sparkinfer.scheduling.types import EngineStats as EngineStats
+
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True):
     """Wire form of `sparkinfer.scheduling.types.SamplingParams`."""
@@ -72,27 +74,6 @@ class TokenEvent(msgspec.Struct, array_like=True, frozen=True):
     num_cached: int = 0
     error: str | None = None
     prompt_logprobs: list[PromptToken] | None = None
-
-
-class EngineStats(msgspec.Struct, array_like=True, frozen=True):
-    """Gauges and counters since start; the server turns them into /metrics and /v1/info."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_blocks_used: int = 0
-    kv_blocks_total: int = 0
-    slots_used: int = 0
-    slots_total: int = 0
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    preemptions: int = 0
-    prefix_queries_tokens: int = 0
-    prefix_hits_tokens: int = 0
-    prefix_bytes: int = 0
-    prefix_evictions: int = 0
-    snapshots_used: int = 0
-    snapshots_total: int = 0
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):

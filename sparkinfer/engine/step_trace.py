@@ -35,23 +35,22 @@ BUFFER_BYTES = 1 << 16
 
 def step_line(plan: StepPlan, begin_s: float, seconds: float) -> dict[str, Any]:
     """What the trace keeps of a step (see the module)."""
-    decode = context = restored = saved = sampled = seeded = logprobs = 0
+    decode, context = len(plan.decode), int(plan.decode.starts.sum())
+    saved = sum(len(saves) for saves in plan.decode.checkpoints.values())
+    restored = 0
+    sampling = [request.sampling for request in plan.decode.requests]
     prompts: list[tuple[int, int, int]] = []
-    for row in plan.rows:
+    for row in plan.prefill:
         saved += len(row.checkpoints)
-        if row.is_decode:
-            decode += 1
-            context += row.start
-        else:
-            first = row.restore is not None or row.start == 0
-            age = round((begin_s - row.request.arrival_s) * 1e6) if first and row.output_index == 0 else -1
-            prompts.append((row.start, row.length, age))
-            restored += row.restore is not None
+        first = row.restore is not None or row.start == 0
+        age = round((begin_s - row.request.arrival_s) * 1e6) if first and row.output_index == 0 else -1
+        prompts.append((row.start, row.length, age))
+        restored += row.restore is not None
         if row.samples:
-            sampling = row.request.sampling
-            sampled += 1
-            seeded += sampling.temperature > 0
-            logprobs += sampling.logprobs is not None
+            sampling.append(row.request.sampling)
+    sampled = len(sampling)
+    seeded = sum(params.temperature > 0 for params in sampling)
+    logprobs = sum(params.logprobs is not None for params in sampling)
     line: dict[str, Any] = {"t": round(begin_s, 6), "s": round(seconds, 6), "d": decode, "dc": context, "n": sampled}
     extra = {"p": prompts, "r": restored, "c": saved, "m": len(plan.moves), "g": seeded, "l": logprobs}
     line.update({name: value for name, value in extra.items() if value})

@@ -12,7 +12,7 @@ from sparkinfer_kernels.gated_delta_rule.reference import chunk_layout, num_chun
 from sparkinfer_kernels.sampler.reference import SamplingBatch, noise_keys
 
 from sparkinfer.models.qwen3_5 import Batch, Prefill
-from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Row, StepPlan
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Checkpoint, DecodeRows, Request, Row, StepPlan
 
 
 @dataclass(slots=True)
@@ -32,6 +32,8 @@ class BlockTables:
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:
         self.array = np.zeros((num_slots, -(-max_model_len // KV_BLOCK_TOKENS)), dtype=np.int64)
+        self.tokens = np.zeros(num_slots, dtype=np.int64)
+        """Tokens that the blocks of each line hold."""
         self._owners: list[_Owner | None] = [None] * num_slots
 
     def update(self, row: Row) -> None:
@@ -50,6 +52,16 @@ class BlockTables:
         if known < count:
             self.array[row.slot, known:count] = row.blocks[known:]
         owner.count = count
+        self.tokens[row.slot] = count * KV_BLOCK_TOKENS
+
+    def update_decode(self, rows: DecodeRows) -> None:
+        """The same for all decode rows of a plan, of which only those are looked at whose blocks have changed."""
+        for index in rows.changed:
+            self.update(rows.row(index))
+        short = np.flatnonzero(self.tokens[rows.slots] <= rows.starts)
+        if len(short):
+            first = short[0]
+            raise ValueError(f"request {rows.requests[first].id}: blocks do not hold {rows.starts[first] + 1} tokens")
 
 
 @dataclass(slots=True)
@@ -59,8 +71,12 @@ class StepTensors:
     batch: Batch
     pending: tuple[torch.Tensor, torch.Tensor] | None
     """(tokens of the pass, slots): inputs to take from the last-token table."""
-    sampling_rows: list[Row]
-    sampling_slots: torch.Tensor
+    requests: list[Request]
+    """Of the rows that sample, decode rows first."""
+    output_indices: list[int]
+    """Of the same rows."""
+    slots: torch.Tensor
+    """Of the same rows."""
     before: list[tuple[int, int]]
     """(slot, snapshot): checkpoints of the state as it is before the pass."""
     after: list[tuple[int, int]]
@@ -85,62 +101,83 @@ class BatchBuilder:
         """The pass of a plan. Raises ValueError for a row that contradicts its contract."""
         # Decode rows in slot order make long runs of neighbouring slots, whose states are used in place; prefill
         # rows with most chunks first let the chunk scan work on a shrinking prefix.
-        decode = sorted((row for row in plan.rows if row.is_decode), key=lambda row: row.slot)
-        prefill = [row for row in plan.rows if not row.is_decode]
+        decode, prefill = plan.decode, plan.prefill
+        order = np.argsort(decode.slots, kind="stable")
+        slots, starts = decode.slots[order], decode.starts[order]
         if len(prefill) > 1:
-            prefill.sort(key=lambda row: -num_chunks(row.start, row.length))
-        before, after, fresh, restores = [], [], [], []
-        for row in plan.rows:
+            prefill = sorted(prefill, key=lambda row: -num_chunks(row.start, row.length))
+        self.tables.update_decode(decode)
+        tokens, positions, pending = self._tokens(decode, order, prefill)
+        table = self.tables.array
+        lengths = np.array([row.length for row in prefill], dtype=np.int64)
+        prefill_slots = np.array([row.slot for row in prefill], dtype=np.int64)
+        around = self._around(plan)
+        token_slots = np.concatenate((slots, np.repeat(prefill_slots, lengths)))
+        kv_positions = table[token_slots, positions // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
+        last = dict(zip(prefill_slots.tolist(), (len(slots) - 1 + np.cumsum(lengths)).tolist(), strict=True))
+        ends = [last[row.slot] for row in plan.prefill if row.samples]
+        batch = Batch(
+            tokens=self._tensor(tokens),
+            positions=self._tensor(positions),
+            num_decode=len(slots),
+            kv_positions=self._tensor(kv_positions),
+            decode_groups=[],
+            decode_runs=_runs(slots),
+            prefill=self._prefill(prefill, prefill_slots) if prefill else None,
+            outputs=self._tensor(np.concatenate((np.argsort(order), np.array(ends, dtype=np.int64)))),
+        )
+        if len(slots):
+            tables = [table[slot] for slot in slots]
+            batch.decode_groups = decode_groups(tables, starts + 1, KV_BLOCK_TOKENS, self.dtype, self.device)
+        sampling = [row for row in plan.prefill if row.samples]
+        sampling_slots = np.concatenate((decode.slots, np.array([row.slot for row in sampling], dtype=np.int64)))
+        return StepTensors(
+            batch,
+            pending,
+            decode.requests + [row.request for row in sampling],
+            decode.output_indices.tolist() + [row.output_index for row in sampling],
+            self._tensor(sampling_slots),
+            *around,
+        )
+
+    def _around(
+        self, plan: StepPlan
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[int], list[tuple[int, int]]]:
+        """Check the prompt rows and bring their block tables up to date; what happens around the pass."""
+        before: list[tuple[int, int]] = []
+        after: list[tuple[int, int]] = []
+        restores: list[tuple[int, int]] = []
+        fresh = plan.decode.slots[plan.decode.starts == 0].tolist()
+        for index, checkpoints in plan.decode.checkpoints.items():
+            slot, start = int(plan.decode.slots[index]), int(plan.decode.starts[index])
+            for checkpoint in checkpoints:
+                _check_inside(plan.decode.requests[index], checkpoint, start, start + 1)
+                (before if checkpoint.position == start else after).append((slot, checkpoint.snapshot))
+        for row in plan.prefill:
             check_row(row)
             self.tables.update(row)
             if row.restore is not None:
                 restores.append((row.slot, row.restore))
             elif row.start == 0:
                 fresh.append(row.slot)
-            for checkpoint in row.checkpoints:
-                if checkpoint.position == row.start:
-                    before.append((row.slot, checkpoint.snapshot))
-                elif row.is_decode:
-                    after.append((row.slot, checkpoint.snapshot))
-        tokens, positions, pending = self._tokens(decode, prefill)
-        table = self.tables.array
-        lengths = np.array([row.length for row in prefill], dtype=np.int64)
-        slots = np.array([row.slot for row in decode], dtype=np.int64)
-        prefill_slots = np.array([row.slot for row in prefill], dtype=np.int64)
-        token_slots = np.concatenate((slots, np.repeat(prefill_slots, lengths)))
-        kv_positions = table[token_slots, positions // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
-        sampling_rows = [row for row in plan.rows if row.samples]
-        ends = (len(decode) - 1 + np.cumsum(lengths)).tolist()
-        last = {row.slot: index for index, row in enumerate(decode)}
-        last.update({row.slot: end for row, end in zip(prefill, ends, strict=True)})
-        batch = Batch(
-            tokens=self._tensor(tokens),
-            positions=self._tensor(positions),
-            num_decode=len(decode),
-            kv_positions=self._tensor(kv_positions),
-            decode_groups=[],
-            decode_runs=_runs(slots),
-            prefill=self._prefill(prefill, prefill_slots) if prefill else None,
-            outputs=self._tensor(np.array([last[row.slot] for row in sampling_rows], dtype=np.int64)),
-        )
-        if decode:
-            seen = positions[: len(decode)] + 1
-            tables = [table[slot] for slot in slots]
-            batch.decode_groups = decode_groups(tables, seen, KV_BLOCK_TOKENS, self.dtype, self.device)
-        sampling_slots = np.array([row.slot for row in sampling_rows], dtype=np.int64)
-        return StepTensors(batch, pending, sampling_rows, self._tensor(sampling_slots), before, after, fresh, restores)
+            before.extend((row.slot, c.snapshot) for c in row.checkpoints if c.position == row.start)
+        return before, after, fresh, restores
 
     def _tokens(
-        self, decode: list[Row], prefill: list[Row]
+        self, decode: DecodeRows, order: np.ndarray, prefill: list[Row]
     ) -> tuple[np.ndarray, np.ndarray, tuple[torch.Tensor, torch.Tensor] | None]:
         """Input tokens and positions, and which inputs are still on the device."""
-        tokens = [0 if row.pending else row.request.token_at(row.start) for row in decode]
-        waiting = [index for index, row in enumerate(decode) if row.pending]
+        waiting = np.flatnonzero(decode.pending[order])
         pending = None
-        if waiting:
-            slots = np.array([decode[index].slot for index in waiting], dtype=np.int64)
-            pending = (self._tensor(np.array(waiting, dtype=np.int64)), self._tensor(slots))
-        positions = [np.array([row.start for row in decode], dtype=np.int64)]
+        if len(waiting) == len(order):
+            tokens = [0] * len(order)
+        else:
+            known = zip(decode.requests, decode.starts.tolist(), decode.pending.tolist(), strict=True)
+            tokens = [0 if later else request.token_at(start) for request, start, later in known]
+            tokens = [tokens[index] for index in order.tolist()]
+        if len(waiting):
+            pending = (self._tensor(waiting), self._tensor(decode.slots[order][waiting]))
+        positions = [decode.starts[order]]
         for row in prefill:
             stop = row.start + row.length
             share = row.request.tokens(row.start, stop)
@@ -170,10 +207,10 @@ class BatchBuilder:
         chunks = chunk_layout([row.start for row in rows], lengths, cuts, self.device)
         return Prefill(self._tensor(slots), lengths, spans, chunks, saves)
 
-    def sampling(self, rows: Sequence[Row], vocab: int) -> SamplingBatch:
+    def sampling(self, requests: Sequence[Request], output_indices: Sequence[int], vocab: int) -> SamplingBatch:
         """The sampling parameters of rows, in order; fields that no row uses stay None."""
-        banned = self._banned(rows, vocab)
-        params = [row.request.sampling for row in rows]
+        banned = self._banned(requests, output_indices, vocab)
+        params = [request.sampling for request in requests]
         if all(p.temperature == 0 for p in params):
             return SamplingBatch(banned=banned)
 
@@ -182,7 +219,7 @@ class BatchBuilder:
 
         top_k = [p.top_k if p.temperature else 0 for p in params]
         by_rank = [k for k, p in zip(top_k, params, strict=True) if k or (p.temperature and p.top_p < 1)]
-        keys = noise_keys([p.seed for p in params], [row.output_index for row in rows])
+        keys = noise_keys([p.seed for p in params], output_indices)
         return SamplingBatch(
             temperature=self._tensor(np.array([p.temperature for p in params], dtype=np.float32)),
             keys=self._tensor(keys),
@@ -193,12 +230,14 @@ class BatchBuilder:
             banned=banned,
         )
 
-    def _banned(self, rows: Sequence[Row], vocab: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _banned(
+        self, requests: Sequence[Request], output_indices: Sequence[int], vocab: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Entries of the logits that `min_tokens` forbids: ends of text and stop tokens."""
         where, ids = [], []
-        for index, row in enumerate(rows):
-            if row.output_index < row.request.sampling.min_tokens:
-                for token in row.request.eos_token_ids | row.request.sampling.stop_token_ids:
+        for index, (request, output_index) in enumerate(zip(requests, output_indices, strict=True)):
+            if output_index < request.sampling.min_tokens:
+                for token in request.eos_token_ids | request.sampling.stop_token_ids:
                     if token < vocab:
                         where.append(index)
                         ids.append(token)
@@ -216,8 +255,12 @@ def check_row(row: Row) -> None:
     if row.pending and not row.is_decode:
         raise ValueError(f"request {row.request.id}: only a decode row may wait for its input token")
     for checkpoint in row.checkpoints:
-        if not row.start <= checkpoint.position <= row.start + row.length:
-            raise ValueError(f"request {row.request.id}: checkpoint at {checkpoint.position} lies outside its row")
+        _check_inside(row.request, checkpoint, row.start, row.start + row.length)
+
+
+def _check_inside(request: Request, checkpoint: Checkpoint, start: int, stop: int) -> None:
+    if not start <= checkpoint.position <= stop:
+        raise ValueError(f"request {request.id}: checkpoint at {checkpoint.position} lies outside its row")
 
 
 def _runs(slots: np.ndarray) -> list[tuple[int, int, int]]:

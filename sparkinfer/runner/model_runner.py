@@ -21,7 +21,7 @@ from sparkinfer.scheduling.types import (
     KV_BLOCK_TOKENS,
     BlockMove,
     MoveKind,
-    Row,
+    Request,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -161,7 +161,7 @@ class ModelRunner:
         """Start a step; on a GPU the host is free until `PendingStep.result`. Steps run in the order submitted."""
         with torch.inference_mode():
             self._move(plan.moves)
-            if not plan.rows:
+            if not plan.num_rows:
                 return PendingStep(lambda: StepResult(plan.step_id, [], []))
             step = self._begin(plan)
             asked = prompt_logprobs.shares(plan, step.batch)
@@ -171,7 +171,7 @@ class ModelRunner:
             hidden = self.model.hidden(step.batch, self.caches)
             for slot, snapshot in step.after:
                 self._save(slot, snapshot)
-            sampling = len(step.sampling_rows)
+            sampling = len(step.requests)
             pending = self._sample(plan.step_id, step, self.model.logits(hidden[:sampling] if asked else hidden))
             if not asked:
                 return pending
@@ -239,30 +239,34 @@ class ModelRunner:
 
     def _sample(self, step_id: int, step: StepTensors, logits: torch.Tensor) -> PendingStep:
         """Choose tokens for the sampling rows, keep them by slot, and start their way to the host."""
-        rows = step.sampling_rows
-        if not rows:
+        requests = step.requests
+        if not requests:
             return PendingStep(lambda: StepResult(step_id, [], []))
-        asked = [index for index, row in enumerate(rows) if row.request.sampling.logprobs is not None]
-        sampling = self._builder.sampling(rows, self.config.vocab_size)
+        asked = [index for index, request in enumerate(requests) if request.sampling.logprobs is not None]
+        sampling = self._builder.sampling(requests, step.output_indices, self.config.vocab_size)
         raw = logits[asked] if asked else None
         tokens = self.ops.sample(logits, sampling)
-        self.last_token.index_copy_(0, step.sampling_slots, tokens)
+        self.last_token.index_copy_(0, step.slots, tokens)
         report = None
         if raw is not None:
-            top = max(row.request.sampling.logprobs or 0 for row in rows)
+            top = max(request.sampling.logprobs or 0 for request in requests)
             report = self.ops.logprobs(raw, tokens[asked], top)
-        return PendingStep(lambda: _collect(step_id, rows, tokens, asked, report))
+        return PendingStep(lambda: _collect(step_id, requests, tokens, asked, report))
 
 
 def _collect(
-    step_id: int, rows: list[Row], tokens: torch.Tensor, asked: list[int], report: tuple[torch.Tensor, ...] | None
+    step_id: int,
+    requests: list[Request],
+    tokens: torch.Tensor,
+    asked: list[int],
+    report: tuple[torch.Tensor, ...] | None,
 ) -> StepResult:
     """Bring a step's tokens and log-probabilities to the host."""
-    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+    logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     if report is not None:
         chosen, rank, ids, values = (part.tolist() for part in report)
         for place, index in enumerate(asked):
-            count = rows[index].request.sampling.logprobs or 0
+            count = requests[index].sampling.logprobs or 0
             logprobs[index] = TokenLogprobs(chosen[place], rank[place], ids[place][:count], values[place][:count])
     return StepResult(step_id, tokens.tolist(), logprobs)
 

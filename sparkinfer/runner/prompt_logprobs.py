@@ -35,8 +35,8 @@ def shares(plan: StepPlan, batch: Batch) -> list[Share]:
         return []
     wanted = {
         row.slot: row
-        for row in plan.rows
-        if row.request.sampling.prompt_logprobs is not None and not row.is_decode and not row.request.output
+        for row in plan.prefill
+        if row.request.sampling.prompt_logprobs is not None and not row.request.output
     }
     if not wanted:
         return []

@@ -1,6 +1,6 @@
 """Device-free bookkeeping: requests, KV blocks, state slots, prefix index, policies and the scheduler.
 
-Nothing here imports torch: the whole package runs, and is tested, on any machine.
+Nothing here imports torch (numpy it does): the whole package runs, and is tested, on any machine.
 
 Order and fairness
     Every request has a key, `priority * aging_steps + step of arrival` (`queue`): lower runs earlier. A request of low

@@ -73,7 +73,7 @@ class ClosedLoop:
         plan = self.scheduler.schedule()
         middle, cpu_middle = time.perf_counter(), time.thread_time()
         assert plan is not None
-        sampled = sum(row.samples for row in plan.rows)
+        sampled = plan.num_sampled
         result = StepResult(plan.step_id, [7] * sampled, [None] * sampled)
         cpu_resumed, resumed = time.thread_time(), time.perf_counter()
         updates = self.scheduler.commit(plan, result)
@@ -100,8 +100,8 @@ def measure(requests: int, steps: int, prompt: int = 1024, output: int = 256) ->
         cpu, wall, plan = loop.step()
         times.append(cpu)
         walls.append(wall)
-        rows += len(plan.rows)
-        if plan.num_decode == len(plan.rows):
+        rows += plan.num_rows
+        if not plan.prefill:
             decode_only.append(cpu)
     gc.unfreeze()
     ordered = sorted(walls)

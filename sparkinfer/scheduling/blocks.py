@@ -45,21 +45,30 @@ class BlockPool:
             self.refs[block] = 1
         return taken
 
-    def share(self, block: int) -> None:
-        """One more holder. Raises ValueError on a free block."""
-        if self.refs[block] < 1:
-            raise ValueError(f"KV block {block} is free and cannot be shared")
-        self.refs[block] += 1
+    def take(self) -> int:
+        """One block with one reference. Raises IndexError when none is free: callers check first."""
+        block = self._free.pop()
+        self.refs[block] = 1
+        return block
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """One holder less of each; those without a holder become free. Raises ValueError on a free block."""
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more holder of each. Raises ValueError on a free block."""
         refs = self.refs
         for block in blocks:
             if refs[block] < 1:
+                raise ValueError(f"KV block {block} is free and cannot be shared")
+            refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One holder less of each; those without a holder become free. Raises ValueError on a free block."""
+        refs, free = self.refs, self._free
+        for block in blocks:
+            left = refs[block] - 1
+            if left < 0:
                 raise ValueError(f"KV block {block} is released twice")
-            refs[block] -= 1
-            if refs[block] == 0:
-                self._free.append(block)
+            refs[block] = left
+            if left == 0:
+                free.append(block)
 
     def free_ids(self) -> list[int]:
         """Ids of the free blocks, for integrity checks."""

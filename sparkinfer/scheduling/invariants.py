@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sparkinfer.errors import SparkinferError
 from sparkinfer.scheduling.prefix_index import PrefixNode, extend_hashes
 from sparkinfer.scheduling.sequence import Phase, Sequence
@@ -37,7 +39,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     _check_requests(scheduler, sequences)
     if not scheduler.has_work:
         resources = scheduler.resources
-        cached = sum(node.block >= 0 for node in scheduler.cache.index)
+        cached = sum(len(node.blocks) for node in scheduler.cache.index)
         _require(resources.slots.num_used == 0, "slots are taken while idle")
         _require(resources.blocks.num_used == cached, "blocks are held by nobody while idle")
         _require(not resources.retired, "blocks wait for a step while none is in flight")
@@ -52,10 +54,8 @@ def _check_blocks(scheduler: Scheduler, sequences: list[Sequence]) -> None:
         _require(len(set(sequence.request.blocks)) == len(sequence.request.blocks), "a request holds a block twice")
         holders.update(sequence.request.blocks)
     for node in cache.index:
-        if node.block >= 0:
-            holders[node.block] += 1
-        if node.host_block >= 0:
-            host_holders[node.host_block] += 1
+        holders.update(node.blocks)
+        host_holders.update(node.host)
     for _, blocks, host_blocks in resources.retired:
         holders.update(blocks)
         host_holders.update(host_blocks)
@@ -108,47 +108,51 @@ def _check_tree(scheduler: Scheduler, sequences: list[Sequence]) -> None:
     index = scheduler.cache.index
     refs: Counter[int] = Counter()
     for sequence in sequences:
-        refs.update(id(node) for node in sequence.nodes)
-        _check_chain(sequence)
+        if sequence.node is not None:
+            path = sequence.node.path()
+            refs.update(id(node) for node in path)
+            _check_chain(sequence, path)
     evictable = 0
     for node in index:
         _require(node.refs == refs[id(node)], f"node at {node.position}: {node.refs} references, {refs[id(node)]} held")
-        _require(node.block >= 0 or node.host_block >= 0, "a node has no KV")
-        _require(node.refs == 0 or node.block >= 0, "a referenced node is not on the device")
+        _require(len(node.hashes) == len(node.blocks) + len(node.host) > 0, "a node has not one KV block for each hash")
+        _require(node.refs == 0 or not node.host, "a referenced node is not on the device")
         _require(node.refs > 0 or bool(node.children) or node.snapshot >= 0, "a node leads nowhere")
-        _require(node.device_children == sum(c.block >= 0 for c in node.children), "device children miscounted")
-        _require(node.device_children == 0 or node.block >= 0, "a child is on the device, its parent is not")
+        _require(node.device_children == sum(bool(c.blocks) for c in node.children), "device children miscounted")
+        _require(node.device_children == 0 or not node.host, "a child is on the device, its parent is not")
+        _require(index.beginning(node.hashes[0]) is node, "a node is not found by its beginning")
         parent = node.parent
+        _require(node.start == (parent.depth if parent is not None else 0), "a node does not begin at its parent's end")
         if parent is not None:
             _require(index.holds(parent) and node in parent.children, "parent and child disagree")
             _require(parent.refs >= node.refs, "a child has more references than its parent")
-        evictable += node.refs == 0 and node.block >= 0
+        if node.refs == 0:
+            evictable += len(node.blocks)
     _require(evictable == scheduler.cache.num_evictable, "evictable blocks miscounted")
+    _require(sum(len(node.hashes) for node in index) == index.num_blocks, "blocks of the index miscounted")
 
 
-def _check_chain(sequence: Sequence) -> None:
-    request = sequence.request
+def _check_chain(sequence: Sequence, path: list[PrefixNode]) -> None:
+    request, depth = sequence.request, path[-1].depth
     hashes: list[bytes] = []
-    extend_hashes(hashes, request, len(sequence.nodes))
-    before: PrefixNode | None = None
-    for depth, node in enumerate(sequence.nodes):
-        _require(node.parent is before and node.depth == depth + 1, "a request's nodes are no chain")
-        _require(node.hash == hashes[depth], "a request holds a node of other tokens")
-        _require(node.block == request.blocks[depth], "a request reads another block than its node's")
-        before = node
+    extend_hashes(hashes, request, depth)
+    _require([h for node in path for h in node.hashes] == hashes, "a request holds a node of other tokens")
+    blocks = [block for node in path for block in node.blocks]
+    _require(blocks == request.blocks[:depth], "a request reads another block than its node's")
 
 
 def _check_requests(scheduler: Scheduler, sequences: list[Sequence]) -> None:
     rows: Counter[int] = Counter()
     outputs: Counter[int] = Counter()
     for flight in scheduler.flights():
-        for row, sequence in zip(flight.plan.rows, flight.sequences, strict=True):
+        for row, sequence in zip(flight.plan.rows, [*flight.decoding, *flight.prefilling], strict=True):
             _require(row.request is sequence.request, "a row and its sequence differ")
             rows[id(sequence)] += 1
             outputs[id(sequence)] += row.samples
         for move in flight.plan.moves:
             if move.kind is MoveKind.TO_DEVICE:
                 _require(scheduler.cache.host.is_used(move.host_block), "a step reads a host block that is free")
+    _check_table(scheduler, sequences)
     for sequence in sequences:
         request = sequence.request
         _require(sequence.in_flight == rows[id(sequence)], "rows in flight miscounted")
@@ -156,7 +160,7 @@ def _check_requests(scheduler: Scheduler, sequences: list[Sequence]) -> None:
             continue
         _require(request.num_in_flight_outputs == outputs[id(sequence)], "outputs in flight miscounted")
         if sequence.phase is Phase.WAITING:
-            idle = not request.blocks and request.slot < 0 and not sequence.nodes and request.num_computed == 0
+            idle = not request.blocks and request.slot < 0 and sequence.node is None and request.num_computed == 0
             _require(idle and request.state is RequestState.WAITING, "a waiting request holds something")
         else:
             _require(request.state is RequestState.RUNNING and request.slot >= 0, "a running request has no slot")
@@ -164,3 +168,18 @@ def _check_requests(scheduler: Scheduler, sequences: list[Sequence]) -> None:
             _require(request.num_computed <= room, "more tokens computed than blocks hold")
             known = request.num_tokens + request.num_in_flight_outputs
             _require(request.num_computed <= known, "more tokens computed than exist")
+
+
+def _check_table(scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    table = scheduler.resources.table
+    inside = {s.request.slot: s for s in sequences if s.request._table is not None}
+    _require(set(np.flatnonzero(table.sequences != None).tolist()) == set(inside), "the decode table has another slot")  # noqa: E711
+    _require(int(table.active.sum()) == table.num_active, "active requests miscounted")
+    for slot, sequence in inside.items():
+        request = sequence.request
+        mine = table.sequences[slot] is sequence and table.requests[slot] is request
+        _require(mine and table.blocks[slot] is request.blocks, "the decode table shows another request")
+        ready = sequence.phase is Phase.DECODE and not sequence.preempting
+        ready = ready and request.num_computed < sequence.end_computed
+        _require(bool(table.active[slot]) == ready, "a request that can generate rests, or the other way round")
+        _require(ready or bool(table.attention[slot]), "a commit would not look at a request that rests")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from sparkinfer.scheduling.checkpoints import next_decode_position
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.passes import LoadView, PassShape, chunk_length, is_long
@@ -11,7 +13,7 @@ from sparkinfer.scheduling.prefix_index import PrefixNode
 from sparkinfer.scheduling.resources import Resources
 from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.sequence import NEVER, Phase, Sequence
-from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Checkpoint, Row, StepPlan
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Checkpoint, DecodeRows, Row, StepPlan
 
 
 @dataclass(slots=True)
@@ -19,10 +21,14 @@ class InFlight:
     """A plan that is not committed, with the sequences of its rows and the nodes they restore from."""
 
     plan: StepPlan
-    decoding: int = 0
-    """Decode rows; they come first."""
-    sequences: list[Sequence] = field(default_factory=list)
+    decoding: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=object))
+    """Sequences of the decode rows."""
+    prefilling: list[Sequence] = field(default_factory=list)
     restores: list[PrefixNode] = field(default_factory=list)
+
+
+def _key(entry: tuple[Sequence, int, int]) -> tuple[int, int]:
+    return entry[0].key
 
 
 class Planner:
@@ -32,17 +38,17 @@ class Planner:
         self.config = config
         self.resources = resources
         self.cache = resources.cache
+        self.table = resources.table
         self.roster = roster
 
     def load(self, prefill_streak: int) -> LoadView:
         """What the choice of the next pass depends on."""
         roster = self.roster
-        decoding = any(not s.preempting and s.request.num_computed < s.end_computed for s in roster.decoding)
         head_left = next((s.tokens_left for s in roster.prefilling if not s.preempting), 0)
         if head_left == 0:
             head = roster.queue.head()
             head_left = self._left(head) if head is not None and self.resources.slots.num_free else 0
-        return LoadView(decoding, len(roster.by_id), head_left, prefill_streak)
+        return LoadView(self.table.num_active > 0, len(roster.by_id), head_left, prefill_streak)
 
     def _left(self, waiting: Sequence) -> int:
         """Tokens that a waiting sequence would compute; only where it matters is the cache asked."""
@@ -53,42 +59,65 @@ class Planner:
 
     def add_decode_rows(self, flight: InFlight) -> None:
         """A row for every decoding request that has a next token to compute and memory for it."""
-        rows, sequences = flight.plan.rows, flight.sequences
-        for sequence in self.roster.decoding:
-            request = sequence.request
-            start = request.num_computed
-            checkpoints: tuple[Checkpoint, ...] = ()
-            if start >= sequence.look_at:
-                if not self._can_decode(sequence):
+        table = self.table
+        slots = np.flatnonzero(table.active)
+        due = slots[table.start[slots] >= table.due[slots]]
+        checkpoints: dict[int, tuple[Checkpoint, ...]] = {}
+        if due.size:
+            stalled = self._prepare(due, checkpoints)
+            slots = np.flatnonzero(table.active)
+            if stalled:
+                slots = slots[~np.isin(slots, stalled)]
+        starts, flying = table.start[slots], table.flying[slots]
+        table.start[slots] = starts + 1
+        table.flying[slots] = flying + 1
+        flight.decoding = table.sequences[slots]
+        flight.plan.decode = DecodeRows(
+            slots=slots,
+            starts=starts,
+            output_indices=starts + 1 - table.prompt_len[slots],
+            pending=flying > 0,
+            requests=table.requests[slots].tolist(),
+            blocks=table.blocks[slots].tolist(),
+            checkpoints={int(np.searchsorted(slots, slot)): saved for slot, saved in checkpoints.items()},
+            changed=np.flatnonzero(table.changed[slots]).tolist(),
+        )
+        table.changed[slots] = False
+        if due.size:
+            self._rest_at_end(due)
+
+    def _prepare(self, due: np.ndarray, checkpoints: dict[int, tuple[Checkpoint, ...]]) -> list[int]:
+        """Blocks and checkpoints for the sequences that need one, oldest first; returns slots that must stand still.
+
+        `checkpoints` is filled by slot.
+        """
+        table, blocks, stalled = self.table, self.resources.blocks, []
+        waiting = zip(table.sequences[due].tolist(), due.tolist(), table.start[due].tolist(), strict=True)
+        served: list[int] = []
+        following: list[int] = []
+        for sequence, slot, start in sorted(waiting, key=_key):
+            if sequence.phase is not Phase.DECODE or sequence.preempting:
+                continue  # A victim of one before it.
+            own = sequence.request.blocks
+            if start >= len(own) * KV_BLOCK_TOKENS:
+                if blocks.num_free:
+                    own.append(blocks.take())
+                    table.changed[slot] = True
+                elif not self.roster.grow(sequence):
+                    stalled.append(slot)
                     continue
-                if start + 1 == sequence.next_checkpoint:
-                    checkpoints = self._decode_checkpoint(sequence)
-                self._set_look_at(sequence, start)
-            outputs = request.num_in_flight_outputs
-            # fmt: off
-            rows.append(Row(
-                request, request.slot, request.blocks, start, 1, True, True, start + 1 - sequence.prompt_len,
-                outputs > 0, None, checkpoints,
-            ))
-            # fmt: on
-            request.num_computed = start + 1
-            request.num_in_flight_outputs = outputs + 1
-            sequences.append(sequence)
-        flight.decoding = len(rows)
+            if start + 1 == sequence.next_checkpoint and (saved := self._decode_checkpoint(sequence)):
+                checkpoints[slot] = saved
+            served.append(slot)
+            following.append(min(len(own) * KV_BLOCK_TOKENS, sequence.end_computed - 1, sequence.next_checkpoint - 1))
+        table.due[served] = following
+        return stalled
 
-    def _set_look_at(self, sequence: Sequence, start: int) -> None:
-        """Where the next row after the one at `start` needs more than the common path."""
-        last = sequence.end_computed - 1
-        sequence.attention = start >= last
-        room = len(sequence.request.blocks) * KV_BLOCK_TOKENS
-        sequence.look_at = min(room, last if start < last else last + 1, sequence.next_checkpoint - 1)
-
-    def _can_decode(self, sequence: Sequence) -> bool:
-        """Whether the sequence has a next token to compute and a block for it; takes one where it is needed."""
-        start = sequence.request.num_computed
-        if sequence.phase is not Phase.DECODE or sequence.preempting or start >= sequence.end_computed:
-            return False
-        return start < len(sequence.request.blocks) * KV_BLOCK_TOKENS or self.roster.grow(sequence)
+    def _rest_at_end(self, due: np.ndarray) -> None:
+        """Sequences whose last row is in the plan get no more."""
+        for sequence, computed in zip(self.table.sequences[due].tolist(), self.table.start[due].tolist(), strict=True):
+            if sequence is not None and computed >= sequence.end_computed:
+                self.table.rest(sequence)
 
     def _decode_checkpoint(self, sequence: Sequence) -> tuple[Checkpoint, ...]:
         position = sequence.next_checkpoint
@@ -155,8 +184,8 @@ class Planner:
             row.restore = sequence.restore_node.snapshot
             flight.restores.append(sequence.restore_node)
             sequence.restore_node = None
-        flight.plan.rows.append(row)
-        flight.sequences.append(sequence)
+        flight.plan.prefill.append(row)
+        flight.prefilling.append(sequence)
         request.num_computed = start + length
         if not samples:
             sequence.chunks_in_flight += 1

@@ -68,10 +68,10 @@ class PrefixCache:
         holds = self.index.holds
         self._snapshot_heap = EvictionHeap(self._clock, lambda n: n.snapshot >= 0 and n.pins == 0 and holds(n))
         self._device_heap = EvictionHeap(
-            self._clock, lambda n: n.refs == 0 and n.block >= 0 and n.device_children == 0 and holds(n)
+            self._clock, lambda n: n.refs == 0 and bool(n.blocks) and n.device_children == 0 and holds(n)
         )
         self._host_heap = EvictionHeap(
-            self._clock, lambda n: n.refs == 0 and n.block < 0 and not n.children and holds(n)
+            self._clock, lambda n: n.refs == 0 and bool(n.host) and not n.children and holds(n)
         )
 
     @property
@@ -95,26 +95,28 @@ class PrefixCache:
         return sequence.match
 
     def hold(self, sequence: Sequence, match: Match) -> int:
-        """Reference the hit's nodes for the sequence; returns how many of them have device blocks."""
+        """Reference the hit's nodes for the sequence; returns how many device blocks they have."""
         if match.node is None:
             return 0
-        sequence.nodes = match.node.path()
-        for node in sequence.nodes:
+        sequence.node = match.node
+        on_device = 0
+        for node in match.node.path():
             self._reference(node)
-        return sum(node.block >= 0 for node in sequence.nodes)
+            on_device += len(node.blocks)
+        return on_device
 
     def let_go(self, sequence: Sequence) -> None:
         """Drop the sequence's references."""
-        nodes = sequence.nodes
-        sequence.nodes = []
-        sequence.last_decode_node = None
-        for node in reversed(nodes):
+        node = sequence.node
+        sequence.node = sequence.last_decode_node = None
+        while node is not None:
+            parent = node.parent
             node.refs -= 1
             if node.refs == 0:
-                if node.block >= 0:
-                    self.num_evictable += 1
+                self.num_evictable += len(node.blocks)
                 if node.device_children == 0:
                     self._prune(node)
+            node = parent
 
     def use(self, sequence: Sequence, match: Match) -> list[int]:
         """The device blocks of a held hit, one more holder each, after bringing back what lies on the host.
@@ -124,20 +126,34 @@ class PrefixCache:
         """
         if match.node is None:
             return []
-        for node in sequence.nodes:
-            if node.block < 0:
-                self.free_blocks(1)
-                block = self.blocks.allocate(1)[0]
-                self.moves.append(BlockMove(MoveKind.TO_DEVICE, block, node.host_block))
-                self.retired_host.append(node.host_block)
-                node.host_block = -1
-                self.index.set_block(node, block)
-                self.counters.moves_to_device += 1
-            self.blocks.share(node.block)
+        found: list[int] = []
+        for node in match.node.path():
+            if node.host:
+                self._bring_back(node)
+            found += node.blocks
+        self.blocks.share(found)
         match.node.pins += 1
         match.node.hits += 1
         self._clock.touch(match.node)
-        return [node.block for node in sequence.nodes]
+        return found
+
+    def _bring_back(self, node: PrefixNode) -> None:
+        count = len(node.host)
+        self.free_blocks(count)
+        blocks = self.blocks.allocate(count)
+        self.moves += [
+            BlockMove(MoveKind.TO_DEVICE, block, host) for block, host in zip(blocks, node.host, strict=True)
+        ]
+        self.counters.moves_to_device += count
+        self._on_device_again(node, blocks)
+
+    def _on_device_again(self, node: PrefixNode, blocks: list[int]) -> None:
+        """A referenced node's part on the host is given up for these device blocks."""
+        if not node.blocks and node.parent is not None:
+            node.parent.device_children += 1
+        node.blocks += blocks
+        self.retired_host += node.host
+        node.host = []
 
     def unpin(self, node: PrefixNode) -> None:
         """A row that restored from the node's snapshot has committed."""
@@ -145,8 +161,8 @@ class PrefixCache:
         self._snapshot_heap.push(node)
 
     def _reference(self, node: PrefixNode) -> None:
-        if node.refs == 0 and node.block >= 0:
-            self.num_evictable -= 1
+        if node.refs == 0:
+            self.num_evictable -= len(node.blocks)
         node.refs += 1
 
     # -- writing ----------------------------------------------------------------------------------------------------
@@ -155,7 +171,7 @@ class PrefixCache:
         """A snapshot to write the state at `position` to; None when it exists already or all are in use by steps."""
         num_blocks = position // KV_BLOCK_TOKENS
         if num_blocks <= len(sequence.hashes):
-            node = self.index.get(sequence.hashes[num_blocks - 1])
+            node = self.index.ending(sequence.hashes[num_blocks - 1])
             if node is not None and node.snapshot >= 0:
                 return None
         if not self.snapshots.num_free and not self._evict_snapshot():
@@ -173,45 +189,50 @@ class PrefixCache:
         its own ones are retired. Returns the node of the position.
         """
         num_blocks = position // KV_BLOCK_TOKENS
-        request = sequence.request
-        extend_hashes(sequence.hashes, request, num_blocks)
-        nodes, own_blocks, index = sequence.nodes, request.blocks, self.index
-        adopted: list[tuple[int, int]] = []
-        for depth in range(len(nodes), num_blocks):
-            node, own = index.get(sequence.hashes[depth]), own_blocks[depth]
-            if node is None:
-                break  # Then nothing beyond it is known either.
-            if node.block < 0:
-                self.retired_host.append(node.host_block)
-                node.host_block = -1
-                node.refs += 1  # Without a device block it did not count as evictable.
-                index.set_block(node, own)
-                self.blocks.share(own)
-            else:
-                self._reference(node)
-                if node.block != own:
-                    adopted.append((depth, node.block))
-            nodes.append(node)
-        start = len(nodes)
-        if start < num_blocks:
-            parent, fresh = (nodes[-1] if nodes else None), own_blocks[start:num_blocks]
-            nodes += index.insert_chain(parent, sequence.hashes[start:num_blocks], fresh)
-            for block in fresh:
-                self.blocks.share(block)
-        if adopted:
-            self._adopt(sequence, adopted)
-        target = nodes[num_blocks - 1]
-        self._attach(target, position, snapshot)
-        return target
+        hashes, own = sequence.hashes, sequence.request.blocks
+        extend_hashes(hashes, sequence.request, num_blocks)
+        node = sequence.node
+        depth = node.depth if node is not None else 0
+        while depth < num_blocks and (known := self.index.beginning(hashes[depth])) is not None:
+            common = known.common(hashes, num_blocks)
+            node = known if common == len(known.hashes) else self._split(known, common)
+            own = self._adopt(sequence, node, own)
+            depth += common
+        if depth < num_blocks:
+            fresh = own[depth:num_blocks]
+            node = self.index.insert(node, hashes[depth:num_blocks], fresh)
+            self.blocks.share(fresh)
+        if node is None or node.position != position:
+            raise ValueError(f"a snapshot of position {position} published behind an entry of the same request")
+        sequence.node = node
+        sequence.request.blocks = own
+        self._attach(node, position, snapshot)
+        return node
 
-    def _adopt(self, sequence: Sequence, adopted: list[tuple[int, int]]) -> None:
-        # A new list: rows in flight keep reading the old one, whose blocks stay until they commit.
-        blocks = list(sequence.request.blocks)
-        for depth, block in adopted:
-            self.blocks.share(block)
-            self.retired_blocks.append(blocks[depth])
-            blocks[depth] = block
-        sequence.request.blocks = blocks
+    def _split(self, node: PrefixNode, length: int) -> PrefixNode:
+        upper = self.index.split(node, length)
+        if not node.blocks:
+            upper.inherited = self._clock.score(node)
+        return upper
+
+    def _adopt(self, sequence: Sequence, node: PrefixNode, own: list[int]) -> list[int]:
+        """Reference a node that another request has entered; returns the request's blocks with those of the node."""
+        self._reference(node)
+        start, on_device = node.start, len(node.blocks)
+        if node.host:
+            mine = own[start + on_device : node.depth]
+            self._on_device_again(node, list(mine))
+            self.blocks.share(mine)
+        if own[start : start + on_device] == node.blocks[:on_device]:
+            return own
+        if own is sequence.request.blocks:
+            own = list(own)  # A new list: rows in flight keep reading the old one, whose blocks stay until they commit.
+        for place, block in enumerate(node.blocks[:on_device], start):
+            if own[place] != block:
+                self.blocks.share((block,))
+                self.retired_blocks.append(own[place])
+                own[place] = block
+        return own
 
     def _attach(self, node: PrefixNode, position: int, snapshot: int) -> None:
         if node.position != position or self.snapshots.position[snapshot] != position:
@@ -265,19 +286,21 @@ class PrefixCache:
         return self.host.num_free > 0
 
     def _move_to_host(self, node: PrefixNode, score: float) -> None:
+        """Move the node's last device block."""
         host_block = self.host.acquire()
-        block = node.block
+        block = node.blocks.pop()
         self.moves.append(BlockMove(MoveKind.TO_HOST, block, host_block))
         self.counters.moves_to_host += 1
-        node.host_block = host_block
-        self.index.set_block(node, -1)
+        node.host.insert(0, host_block)
         self.num_evictable -= 1
         self.blocks.release([block])
         parent = node.parent
-        if parent is not None:
+        if not node.blocks and parent is not None:
+            parent.device_children -= 1
             parent.inherited = max(parent.inherited, score)
             self._device_heap.push(parent)
-        self._host_heap.push(node)
+        if len(node.host) == 1:
+            self._host_heap.push(node)
 
     def _evict_snapshot(self) -> bool:
         found = self._snapshot_heap.lowest()
@@ -299,20 +322,13 @@ class PrefixCache:
     def _prune(self, node: PrefixNode) -> None:
         """Remove an unreferenced node, and those before it, as far as they lead to no snapshot."""
         current: PrefixNode | None = node
-        freed: list[int] = []
         while current is not None and current.refs == 0:
             if current.children or current.snapshot >= 0:
                 self._device_heap.push(current)
                 self._host_heap.push(current)
                 break
-            if current.block >= 0:
-                freed.append(current.block)
-            if current.host_block >= 0:
-                self.host.release(current.host_block)
-            self.index.remove(current)
+            self._remove(current)
             current = current.parent
-        self.num_evictable -= len(freed)
-        self.blocks.release(freed)
 
     def _remove_subtree(self, top: PrefixNode) -> None:
         """Remove an unreferenced node with all below it, then what leads nowhere above it."""
@@ -322,22 +338,21 @@ class PrefixCache:
         for node in reversed(order):
             if node.snapshot >= 0:
                 self.snapshots.release(node.snapshot)
+                node.snapshot = -1
                 self.counters.evictions += 1
-            self.counters.evictions += 1
+            self.counters.evictions += len(node.hashes)
             self._remove(node)
         if top.parent is not None and top.parent.refs == 0:
             self._prune(top.parent)
 
     def _remove(self, node: PrefixNode) -> None:
-        block, host_block = node.block, node.host_block
+        """Remove an unreferenced node without children and give its blocks back; its snapshot has gone before."""
         self.index.remove(node)
-        node.snapshot = -1
-        if block >= 0:
-            self.num_evictable -= 1
-            self.blocks.release([block])
-        if host_block >= 0:
-            node.host_block = -1
+        self.num_evictable -= len(node.blocks)
+        self.blocks.release(node.blocks)
+        for host_block in node.host:
             self.host.release(host_block)
+        node.blocks, node.host = [], []
 
     def reset(self) -> tuple[int, int]:
         """Drop everything that no running request or step in flight uses; returns dropped (blocks, snapshots)."""
@@ -350,7 +365,7 @@ class PrefixCache:
                 snapshots += 1
             if node.refs == 0:
                 self._remove(node)
-                blocks += 1
+                blocks += len(node.hashes)
         return blocks, snapshots
 
     # -- figures ----------------------------------------------------------------------------------------------------
@@ -358,5 +373,4 @@ class PrefixCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of cached contents: KV blocks on device and host, and snapshots."""
-        kv_blocks = len(self.index)
-        return kv_blocks * self.config.kv_block_bytes + self.snapshots.num_used * self.config.snapshot_bytes
+        return self.index.num_blocks * self.config.kv_block_bytes + self.snapshots.num_used * self.config.snapshot_bytes

@@ -1,7 +1,9 @@
-"""The tree of cached prefixes: one node per full KV block, found by a hash chained over everything before it.
+"""The tree of cached prefixes: a radix tree whose nodes are runs of full KV blocks.
 
-A node's hash covers the salt and all tokens up to its end, so equal hashes mean equal prefixes of equal salt. Nodes
-know nothing of pools or eviction: `prefix_cache` owns those.
+A block's hash covers the salt and all tokens up to its end, so equal hashes mean equal prefixes of equal salt. A node
+ends where prefixes part or where a state is saved; it is split when a new one of these falls inside it, and never
+merged. What a request computes between two checkpoints is thus one node, not one for each block, which is what keeps a
+thousand long requests cheap. Nodes know nothing of pools or eviction: `prefix_cache` owns those.
 """
 
 from __future__ import annotations
@@ -40,19 +42,23 @@ def extend_hashes(hashes: list[bytes], request: Request, num_blocks: int) -> Non
 
 
 class PrefixNode(msgspec.Struct, eq=False):
-    """One cached block. `depth` counts blocks from the start: the node ends at position 16 * depth."""
+    """A run of cached blocks. `depth` counts the blocks from the prefix's start to the node's end.
 
-    hash: bytes
+    The first `len(blocks)` blocks are on the device, the others on the host.
+    """
+
+    hashes: list[bytes]
     parent: PrefixNode | None
     depth: int
-    block: int
-    """Device block, -1 while only the host copy exists."""
-    host_block: int = -1
+    blocks: list[int]
+    """Device blocks of the leading part."""
+    host: list[int] = msgspec.field(default_factory=list)
+    """Host blocks of the rest."""
     children: set[PrefixNode] = msgspec.field(default_factory=set)
     device_children: int = 0
-    """Children with a device block: such a node stays on the device."""
+    """Children that begin on the device: such a node stays there."""
     refs: int = 0
-    """Running requests whose leading blocks include this one; never more than the parent's."""
+    """Running requests whose leading blocks include this node; never more than the parent's."""
     snapshot: int = -1
     """Snapshot of the recurrent state at the node's end, or -1."""
     pins: int = 0
@@ -62,6 +68,16 @@ class PrefixNode(msgspec.Struct, eq=False):
     """The eviction clock at the last use."""
     inherited: float = 0.0
     """The best score of a child that has moved to the host."""
+
+    @property
+    def hash(self) -> bytes:
+        """Hash of everything up to the node's end."""
+        return self.hashes[-1]
+
+    @property
+    def start(self) -> int:
+        """Blocks before the node."""
+        return self.depth - len(self.hashes)
 
     @property
     def position(self) -> int:
@@ -78,75 +94,106 @@ class PrefixNode(msgspec.Struct, eq=False):
         nodes.reverse()
         return nodes
 
+    def common(self, hashes: list[bytes], limit: int) -> int:
+        """How many of the node's blocks are those of `hashes`, a chain of which `limit` blocks count."""
+        start, length = self.start, min(len(self.hashes), limit - self.start)
+        if self.hashes[length - 1] == hashes[start + length - 1]:
+            return length  # Hashes are chained: equal here means equal before.
+        low, high = 0, length - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.hashes[middle - 1] == hashes[start + middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
 
 class PrefixIndex:
-    """All nodes by hash. `version` changes whenever a lookup could answer differently."""
+    """All nodes by their first and by their last hash. `version` changes when a lookup could answer differently."""
 
     def __init__(self) -> None:
-        self._nodes: dict[bytes, PrefixNode] = {}
+        self._first: dict[bytes, PrefixNode] = {}
+        self._last: dict[bytes, PrefixNode] = {}
+        self.num_blocks = 0
+        """Blocks of all nodes."""
         self.version = 0
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._last)
 
     def __iter__(self) -> Iterator[PrefixNode]:
-        return iter(self._nodes.values())
+        return iter(self._last.values())
 
-    def get(self, digest: bytes) -> PrefixNode | None:
-        """The node of a hash."""
-        return self._nodes.get(digest)
+    def ending(self, digest: bytes) -> PrefixNode | None:
+        """The node that ends with a hash."""
+        return self._last.get(digest)
+
+    def beginning(self, digest: bytes) -> PrefixNode | None:
+        """The node that begins with a hash."""
+        return self._first.get(digest)
 
     def match(self, hashes: list[bytes], limit: int) -> tuple[PrefixNode | None, int]:
         """Among the first `limit` blocks: the deepest node with a snapshot, and how many blocks are known at all."""
         best: PrefixNode | None = None
         depth = 0
-        nodes = self._nodes
-        for digest in hashes[:limit]:
-            node = nodes.get(digest)
-            if node is None:
+        while depth < limit and (node := self._first.get(hashes[depth])) is not None:
+            common = node.common(hashes, limit)
+            depth += common
+            if common < len(node.hashes):
                 break
-            depth += 1
             if node.snapshot >= 0:
                 best = node
         return best, depth
 
-    def insert_chain(self, parent: PrefixNode | None, digests: list[bytes], blocks: list[int]) -> list[PrefixNode]:
-        """New nodes, one below the other under `parent`, with one reference each. Raises ValueError on a known hash."""
-        nodes = self._nodes
+    def insert(self, parent: PrefixNode | None, hashes: list[bytes], blocks: list[int]) -> PrefixNode:
+        """A new node with one reference under `parent`. Raises ValueError on a known hash."""
+        if hashes[0] in self._first or hashes[-1] in self._last:
+            raise ValueError("this prefix is in the index already")
         depth = parent.depth if parent is not None else 0
-        chain: list[PrefixNode] = []
-        for digest, block in zip(digests, blocks, strict=True):
-            depth += 1
-            node = PrefixNode(digest, parent, depth, block, -1, set(), 0, 1)
-            if nodes.setdefault(digest, node) is not node:
-                raise ValueError("this prefix is in the index already")
-            if parent is not None:
-                parent.children.add(node)
-                parent.device_children += 1
-            chain.append(node)
-            parent = node
+        node = PrefixNode(hashes, parent, depth + len(hashes), blocks, refs=1)
+        self._first[hashes[0]] = self._last[hashes[-1]] = node
+        if parent is not None:
+            parent.children.add(node)
+            parent.device_children += 1
+        self.num_blocks += len(hashes)
         self.version += 1
-        return chain
+        return node
 
-    def set_block(self, node: PrefixNode, block: int) -> None:
-        """Change the node's device block; -1 takes it away."""
+    def split(self, node: PrefixNode, length: int) -> PrefixNode:
+        """Cut off the node's first `length` blocks as a node of their own, without snapshot, and return that.
+
+        The given object remains the lower part, with snapshot and children. Raises ValueError for an empty part.
+        """
+        if not 0 < length < len(node.hashes):
+            raise ValueError(f"a node of {len(node.hashes)} blocks cannot be split after {length}")
+        on_device = len(node.blocks)
+        upper = PrefixNode(
+            node.hashes[:length], node.parent, node.start + length, node.blocks[:length],
+            node.host[: max(0, length - on_device)], {node}, int(on_device > length), node.refs, touched=node.touched,
+        )  # fmt: skip
         if node.parent is not None:
-            node.parent.device_children += (block >= 0) - (node.block >= 0)
-        node.block = block
+            node.parent.children.remove(node)
+            node.parent.children.add(upper)
+        node.parent = upper
+        node.hashes, node.blocks = node.hashes[length:], node.blocks[length:]
+        node.host = node.host[len(upper.host) :]
+        self._first[upper.hashes[0]], self._last[upper.hashes[-1]] = upper, upper
+        self._first[node.hashes[0]] = node
+        return upper
 
     def remove(self, node: PrefixNode) -> None:
         """Take out a node without children. Raises ValueError when it has some."""
         if node.children:
             raise ValueError("a node with children cannot be removed")
-        del self._nodes[node.hash]
+        del self._first[node.hashes[0]], self._last[node.hashes[-1]]
         parent = node.parent
         if parent is not None:
             parent.children.remove(node)
-            if node.block >= 0:
-                parent.device_children -= 1
-        node.block = -1
+            parent.device_children -= bool(node.blocks)
+        self.num_blocks -= len(node.hashes)
         self.version += 1
 
     def holds(self, node: PrefixNode) -> bool:
         """Whether the node is (still) in the index."""
-        return self._nodes.get(node.hash) is node
+        return self._last.get(node.hashes[-1]) is node

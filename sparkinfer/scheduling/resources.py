@@ -7,6 +7,7 @@ from collections import deque
 from sparkinfer.scheduling.blocks import BlockPool, blocks_for
 from sparkinfer.scheduling.checkpoints import prompt_positions
 from sparkinfer.scheduling.config import SchedulerConfig
+from sparkinfer.scheduling.decode_table import DecodeTable
 from sparkinfer.scheduling.prefix_cache import PrefixCache
 from sparkinfer.scheduling.sequence import Sequence
 from sparkinfer.scheduling.slots import SlotPool
@@ -20,6 +21,7 @@ class Resources:
         self.blocks = BlockPool(config.num_kv_blocks)
         self.slots = SlotPool(config.max_num_seqs)
         self.cache = PrefixCache(config, self.blocks)
+        self.table = DecodeTable(config.max_num_seqs)
         self.retired: deque[tuple[int, list[int], list[int]]] = deque()
         """(step, device blocks, host blocks): released when that step commits."""
         self._refused: tuple[Sequence, int] | None = None
@@ -81,6 +83,7 @@ class Resources:
     def release(self, sequence: Sequence) -> None:
         """Take everything back. No plan in flight may use it any more."""
         request = sequence.request
+        self.table.leave(sequence)
         self.cache.let_go(sequence)
         self.blocks.release(request.blocks)
         request.blocks = []

@@ -23,8 +23,8 @@ def _key(sequence: Sequence) -> tuple[int, int]:
 class Roster:
     """All sequences by phase.
 
-    `prefilling` and `decoding` are in key order. Until the next `refresh` they may hold sequences that have left their
-    phase since: they leave while somebody walks through the lists.
+    `prefilling` and `decoding` are in key order. Until the next `refresh`, `prefilling` may hold sequences that have
+    left that phase since: they leave while somebody walks through the list.
     """
 
     def __init__(self, config: SchedulerConfig, resources: Resources) -> None:
@@ -55,10 +55,9 @@ class Roster:
         self.queue.push(sequence)
 
     def refresh(self) -> None:
-        """Bring the lists up to date."""
+        """Bring `prefilling` up to date."""
         if self._stale:
             self.prefilling = [s for s in self.prefilling if s.phase is Phase.PREFILL]
-            self.decoding = [s for s in self.decoding if s.phase is Phase.DECODE]
             self._stale = False
 
     def admit(self, sequence: Sequence) -> bool:
@@ -74,37 +73,40 @@ class Roster:
     def start_decoding(self, sequence: Sequence) -> None:
         """The last chunk of the sequence's prompt has been scheduled."""
         sequence.phase = Phase.DECODE
-        sequence.look_at = 0
+        self.resources.table.join(sequence)
         bisect.insort(self.decoding, sequence, key=_key)
         self._stale = True  # It is still among those that prefill; the caller walks through them.
 
     def grow(self, sequence: Sequence) -> bool:
-        """One more block for a decoding sequence, if need be from the latest running one; False: not in this step."""
+        """One more block for a decoding sequence, at the cost of a cached prefix or of the latest running sequence.
+
+        False: not in this step.
+        """
         while not self.resources.available:
-            victim = latest(self.prefilling, self.decoding)
+            victim = latest(self.prefilling, self.decoding[-1:])
             if victim.in_flight:
                 # Its memory comes back when its row commits; nobody else needs to go meanwhile.
-                victim.preempting = victim.attention = True
-                victim.look_at = 0
+                victim.preempting = True
+                self.resources.table.rest(victim)
                 return False
             self.preempt(victim)
             if victim is sequence:
                 return False
         sequence.request.blocks.extend(self.resources.allocate(1))
+        self.resources.table.changed[sequence.request.slot] = True
         return True
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the waiting queue, to be recomputed from what the cache still has; its key stays."""
+        self._leave_phase(sequence)
         self.resources.release(sequence)
         request = sequence.request
         request.num_computed = 0
         request.num_preemptions += 1
         request.state = RequestState.WAITING
         sequence.phase = Phase.WAITING
-        sequence.preempting = sequence.attention = False
-        sequence.look_at = 0
+        sequence.preempting = False
         sequence.match_version = -1
-        self._stale = True
         self.preempted_in = self.step
         self.num_preemptions += 1
         self.queue.push(sequence)
@@ -115,18 +117,22 @@ class Roster:
         if sequence.phase is Phase.WAITING:
             self.queue.remove(sequence)
         else:
-            running = self.decoding if sequence.phase is Phase.DECODE else self.prefilling
-            del running[bisect.bisect_left(running, sequence.key, key=_key)]
+            self._leave_phase(sequence)
+            self.resources.table.rest(sequence)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         sequence.phase = Phase.DONE
-        sequence.attention = True
-        sequence.look_at = 0
         del self.by_id[request.id]
         if sequence.in_flight:
             self.draining.add(sequence)
         else:
             self.resources.release(sequence)
+
+    def _leave_phase(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.DECODE:
+            del self.decoding[bisect.bisect_left(self.decoding, sequence.key, key=_key)]
+        else:
+            self._stale = True
 
     def settle(self, sequence: Sequence) -> None:
         """After the last row in flight: do what waited for it."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
 
 from sparkinfer.errors import RequestError, SparkinferError
 from sparkinfer.scheduling.config import SchedulerConfig
@@ -19,37 +21,16 @@ from sparkinfer.scheduling.resources import Resources
 from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.sequence import Phase, Sequence, make_sequence
 from sparkinfer.scheduling.types import (
+    Checkpoint,
+    EngineStats,
     FinishReason,
     Request,
     RequestState,
-    Row,
     StepPlan,
     StepResult,
     TokenLogprobs,
     TokenUpdate,
 )
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Gauges and counters since start."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_blocks_used: int = 0
-    kv_blocks_total: int = 0
-    slots_used: int = 0
-    slots_total: int = 0
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    preemptions: int = 0
-    prefix_queries_tokens: int = 0
-    prefix_hits_tokens: int = 0
-    prefix_bytes: int = 0
-    prefix_evictions: int = 0
-    snapshots_used: int = 0
-    snapshots_total: int = 0
 
 
 class Scheduler:
@@ -65,7 +46,10 @@ class Scheduler:
         self._in_flight: deque[InFlight] = deque()
         self._num_added = 0
         self._prefill_streak = 0
-        self._counters = SchedulerStats()
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._stop_ids: set[int] = set()
+        """Every token that ends some request; may hold more until the next idle moment."""
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -88,6 +72,9 @@ class Scheduler:
         key = order_key(request.priority, self.roster.step, self._num_added, self.config.aging_steps)
         self._num_added += 1
         sequence = make_sequence(request, key, limit)
+        if not self.has_work:
+            self._stop_ids.clear()
+        self._stop_ids |= sequence.stop_ids
         self.roster.add(sequence)
 
     def abort(self, ids: Iterable[str]) -> list[Request]:
@@ -122,10 +109,10 @@ class Scheduler:
         """The plans in flight, oldest first."""
         return list(self._in_flight)
 
-    def stats(self) -> SchedulerStats:
-        """A copy of the counters with the current gauges."""
-        counters, resources, cache = self._counters, self.resources, self.cache
-        return SchedulerStats(
+    def stats(self) -> EngineStats:
+        """Counters since start and the current gauges."""
+        resources, cache = self.resources, self.cache
+        return EngineStats(
             running=len(self.roster.by_id) - len(self.roster.queue),
             waiting=len(self.roster.queue),
             kv_blocks_used=resources.blocks.num_used,
@@ -133,8 +120,8 @@ class Scheduler:
             slots_used=resources.slots.num_used,
             slots_total=resources.slots.total,
             steps=self.roster.step,
-            prefill_tokens=counters.prefill_tokens,
-            decode_tokens=counters.decode_tokens,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
             preemptions=self.roster.num_preemptions,
             prefix_queries_tokens=cache.counters.queries_tokens,
             prefix_hits_tokens=cache.counters.hits_tokens,
@@ -155,22 +142,22 @@ class Scheduler:
         if len(self._in_flight) >= self.config.max_in_flight:
             return None
         self.roster.refresh()
-        flight = InFlight(StepPlan(step_id=self.roster.step, rows=[]))
+        flight = InFlight(StepPlan(self.roster.step))
         load = self._planner.load(self._prefill_streak)
         shape = choose_pass(load, self.config)
         if shape.decode:
             self._planner.add_decode_rows(flight)
-            if not flight.plan.rows and load.head_left:  # The last decoding request has just been preempted.
+            if not flight.plan.num_rows and load.head_left:  # The last decoding request has just been preempted.
                 shape = prefill_shape(load, self.config)
             if shape.budget:
                 self._planner.add_prefill_rows(flight, shape)
         else:
             self._planner.add_prefill_rows(flight, shape)
-            if not flight.plan.rows:  # The prompt at the head cannot be admitted now.
+            if not flight.plan.num_rows:  # The prompt at the head cannot be admitted now.
                 shape = PassShape(decode=True)
                 self._planner.add_decode_rows(flight)
         self.resources.retire(self.roster.step)
-        if not flight.plan.rows:
+        if not flight.plan.num_rows:
             return None
         flight.plan.moves, self.cache.moves = self.cache.moves, []
         self._prefill_streak = 0 if shape.decode else self._prefill_streak + 1
@@ -182,76 +169,104 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take in the result of the oldest plan in flight. Raises SparkinferError when it does not fit that plan."""
-        flight, decoding = self._take_oldest(plan, result)
+        flight = self._take_oldest(plan, result)
         for node in flight.restores:
             self.cache.unpin(node)
         updates: list[TokenUpdate] = []
-        rows, sequences, tokens, logprobs = plan.rows, flight.sequences, result.tokens, result.logprobs
-        # Decode rows come first and all have a token: the common path of a step is this loop.
-        for row, sequence, token, logprob in zip(rows[:decoding], sequences, tokens, logprobs, strict=False):
-            if sequence.attention or row.checkpoints or token in sequence.stop_ids:
-                self._commit_row(row, sequence, token, logprob, updates)
-                continue
-            request = row.request
-            request.output.append(token)
-            request.num_in_flight_outputs -= 1
-            updates.append(TokenUpdate(request, token, logprob, None))
-        self._counters.decode_tokens += decoding
-        index = decoding
-        for row, sequence in zip(rows[decoding:], sequences[decoding:], strict=True):
-            self._counters.prefill_tokens += row.length
+        self._commit_decode(flight, result, updates)
+        index = len(plan.decode)
+        self._decode_tokens += index
+        for row, sequence in zip(plan.prefill, flight.prefilling, strict=True):
+            self._prefill_tokens += row.length
             if row.samples:
-                self._commit_row(row, sequence, tokens[index], logprobs[index], updates)
+                row.request.num_in_flight_outputs -= 1
+                stop = row.start + row.length
+                self._publish(sequence, row.checkpoints, decode=False)
+                self._take_token(
+                    sequence, stop, row.output_index, result.tokens[index], result.logprobs[index], updates
+                )
                 index += 1
             else:
-                self._commit_chunk(row, sequence)
+                sequence.chunks_in_flight -= 1
+                self._publish(sequence, row.checkpoints, decode=False)
+            self.roster.settle(sequence)
         self.resources.committed(plan.step_id)
         self.resources.retire(self._in_flight[-1].plan.step_id if self._in_flight else None)
         return updates
 
-    def _commit_row(
-        self, row: Row, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, updates: list[TokenUpdate]
+    def _commit_decode(self, flight: InFlight, result: StepResult, updates: list[TokenUpdate]) -> None:
+        """Decode rows come first in the result. Most only pass their token on; the others are looked at one by one."""
+        decode, table, count = flight.plan.decode, self.resources.table, len(flight.decoding)
+        if not count:
+            return
+        tokens, logprobs = result.tokens[:count], result.logprobs[:count]
+        table.flying[decode.slots] -= 1
+        special = set(decode.checkpoints)
+        special.update(np.flatnonzero(table.attention[decode.slots]).tolist())
+        if not self._stop_ids.isdisjoint(tokens):
+            special.update(i for i, token in enumerate(tokens) if token in flight.decoding[i].stop_ids)
+        passed = 0
+        for index in sorted(special):
+            _pass_on(decode.requests[passed:index], tokens[passed:index], logprobs[passed:index], updates)
+            passed = index + 1
+            sequence = flight.decoding[index]
+            self._publish(sequence, decode.checkpoints.get(index, ()), decode=True)
+            stop, output_index = int(decode.starts[index]) + 1, int(decode.output_indices[index])
+            self._take_token(sequence, stop, output_index, tokens[index], logprobs[index], updates)
+            self.roster.settle(sequence)
+        _pass_on(decode.requests[passed:], tokens[passed:], logprobs[passed:], updates)
+
+    def _take_token(
+        self,
+        sequence: Sequence,
+        stop: int,
+        output_index: int,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        updates: list[TokenUpdate],
     ) -> None:
-        """A row with a token, of a sequence that may have ended since, or may end with it."""
-        request = row.request
-        request.num_in_flight_outputs -= 1
-        self._publish(row, sequence)
-        if sequence.phase is not Phase.DONE:
-            request.output.append(token)
-            finish = None
-            if token in sequence.stop_ids and row.output_index >= sequence.min_tokens:
-                finish = FinishReason.STOP
-            elif row.start + row.length >= sequence.end_computed:
-                finish = FinishReason.LENGTH
-            updates.append(TokenUpdate(request, token, logprobs, finish))
-            if finish is not None:
-                self.roster.finish(sequence, finish)
-        self.roster.settle(sequence)
+        """A token of a sequence that may have ended since, or may end with it; its row computed up to `stop`."""
+        if sequence.phase is Phase.DONE:
+            return
+        request = sequence.request
+        request.output.append(token)
+        finish = None
+        if token in sequence.stop_ids and output_index >= sequence.min_tokens:
+            finish = FinishReason.STOP
+        elif stop >= sequence.end_computed:
+            finish = FinishReason.LENGTH
+        updates.append(TokenUpdate(request, token, logprobs, finish))
+        if finish is not None:
+            self.roster.finish(sequence, finish)
 
-    def _commit_chunk(self, row: Row, sequence: Sequence) -> None:
-        sequence.chunks_in_flight -= 1
-        self._publish(row, sequence)
-        self.roster.settle(sequence)
-
-    def _take_oldest(self, plan: StepPlan, result: StepResult) -> tuple[InFlight, int]:
-        """The oldest plan in flight, if that is what `result` answers, and its number of decode rows."""
+    def _take_oldest(self, plan: StepPlan, result: StepResult) -> InFlight:
+        """The oldest plan in flight, if that is what `result` answers."""
         if not self._in_flight or self._in_flight[0].plan is not plan or result.step_id != plan.step_id:
             raise SparkinferError(f"result of step {result.step_id} committed out of order: plans commit as scheduled")
-        decoding = self._in_flight[0].decoding
-        sampled = decoding + sum(row.samples for row in plan.rows[decoding:])
+        sampled = plan.num_sampled
         if len(result.tokens) != sampled or len(result.logprobs) != sampled:
             raise SparkinferError(
                 f"step {plan.step_id} samples {sampled} tokens, its result has {len(result.tokens)} tokens and "
                 f"{len(result.logprobs)} logprobs: the model runner is at fault"
             )
-        return self._in_flight.popleft(), decoding
+        return self._in_flight.popleft()
 
-    def _publish(self, row: Row, sequence: Sequence) -> None:
-        """The step that wrote the row's snapshots has committed: enter them, unless the request has ended before."""
-        for checkpoint in row.checkpoints:
+    def _publish(self, sequence: Sequence, checkpoints: tuple[Checkpoint, ...], *, decode: bool) -> None:
+        """The step that wrote these snapshots has committed: enter them, unless the request has ended before."""
+        for checkpoint in checkpoints:
             if sequence.phase is Phase.DONE:
                 self.cache.drop_snapshot(checkpoint.snapshot)
                 continue
             node = self.cache.publish(sequence, checkpoint.position, checkpoint.snapshot)
-            if row.is_decode:
+            self.resources.table.blocks_replaced(sequence)
+            if decode:
                 self.cache.replace_decode_checkpoint(sequence, node)
+
+
+def _pass_on(
+    requests: list[Request], tokens: list[int], logprobs: list[TokenLogprobs | None], updates: list[TokenUpdate]
+) -> None:
+    """Tokens of requests to which nothing else happens."""
+    outputs = [request.output for request in requests]
+    deque(map(list.append, outputs, tokens), maxlen=0)
+    updates.extend(map(TokenUpdate, requests, tokens, logprobs, repeat(None)))

@@ -34,23 +34,19 @@ class Sequence:
     prompt_len: int
     end_computed: int
     """Tokens computed when the last allowed output has been sampled: nothing is scheduled beyond."""
-    look_at: int
-    """While generating: the next start position at which a block, a checkpoint or the end is due."""
     stop_ids: frozenset[int]
     min_tokens: int
     phase: Phase = Phase.WAITING
     chunks_in_flight: int = 0
     """Prompt chunks without an output in plans that are not committed."""
-    attention: bool = False
-    """A commit has more to do for this sequence than to pass on a token: it ended, is a victim, or is at its end."""
     preempting: bool = False
     """Chosen as a victim; gives its resources back when its last row in flight commits."""
     admitted_before: bool = False
 
     hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of the tokens known so far, as far as they were needed."""
-    nodes: list[PrefixNode] = field(default_factory=list)
-    """Cache entries of the leading blocks; each holds one reference for this sequence."""
+    node: PrefixNode | None = None
+    """Cache entry of the leading blocks; it and all before it hold one reference for this sequence."""
     match: Match | None = None
     match_version: int = -1
     """The last lookup in the prefix cache and the index version it belongs to."""
@@ -85,7 +81,6 @@ def make_sequence(request: Request, key: tuple[int, int], max_model_len: int) ->
         key=key,
         prompt_len=prompt_len,
         end_computed=prompt_len + max_outputs - 1,
-        look_at=0,
         stop_ids=request.end_token_ids,
         min_tokens=sampling.min_tokens,
     )

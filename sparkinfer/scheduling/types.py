@@ -4,16 +4,24 @@ The scheduler turns waiting and running requests into a `StepPlan`; the model ru
 answers with a `StepResult`; the scheduler commits the result. All counts are tokens, all positions are
 zero-based token positions in a request's sequence (prompt followed by generated tokens).
 
-`Row` and `TokenUpdate` are msgspec structs: at a thousand running requests their construction is most of a step's
-bookkeeping, and a struct is made several times faster than a dataclass. Change one with `msgspec.structs.replace`.
+A plan keeps its decode rows as columns (`DecodeRows`): at a thousand running requests one object per row and step would
+be most of a step's bookkeeping. `StepPlan.rows` shows all rows as objects to whom the cost does not matter.
+`Row` and `TokenUpdate` are msgspec structs, which are made several times faster than dataclasses. Change one with
+`msgspec.structs.replace`.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from sparkinfer.scheduling.decode_table import DecodeTable
 
 KV_BLOCK_TOKENS = 16
 """Tokens per KV block, the unit of KV allocation and of prefix sharing."""
@@ -78,10 +86,6 @@ class Request:
     # progress
     state: RequestState = RequestState.WAITING
     output: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    """Tokens whose KV and recurrent state exist, in-flight steps included."""
-    num_in_flight_outputs: int = 0
-    """Tokens being sampled by steps that are not committed yet."""
     num_cached: int = 0
     """Prompt tokens that the first admission took from the prefix cache."""
     blocks: list[int] = field(default_factory=list)
@@ -91,6 +95,34 @@ class Request:
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """By prompt position, as far as computed; written by the runner where `sampling.prompt_logprobs` asks for them."""
+    _computed: int = 0
+    _in_flight_outputs: int = 0
+    _table: DecodeTable | None = None
+    """Holds the two counts above while the request generates."""
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV and recurrent state exist, in-flight steps included."""
+        return self._computed if self._table is None else int(self._table.start[self.slot])
+
+    @num_computed.setter
+    def num_computed(self, value: int) -> None:
+        if self._table is None:
+            self._computed = value
+        else:
+            self._table.start[self.slot] = value
+
+    @property
+    def num_in_flight_outputs(self) -> int:
+        """Tokens being sampled by steps that are not committed yet."""
+        return self._in_flight_outputs if self._table is None else int(self._table.flying[self.slot])
+
+    @num_in_flight_outputs.setter
+    def num_in_flight_outputs(self, value: int) -> None:
+        if self._table is None:
+            self._in_flight_outputs = value
+        else:
+            self._table.flying[self.slot] = value
 
     @property
     def num_tokens(self) -> int:
@@ -167,26 +199,135 @@ class BlockMove:
     host_block: int
 
 
-@dataclass(slots=True)
+class DecodeRows:
+    """The decode rows of a plan, as columns: every one computes one token and samples the next.
+
+    All columns have one entry per row; a scheduler's rows are in ascending order of slots. `slots`, `starts` (the
+    position computed) and `output_indices` are int64 arrays, `pending` a bool array; `requests` and `blocks` are lists.
+    `checkpoints` has the few rows that save a state, by row number. `changed` numbers the rows whose block list is
+    another one, or longer, than in the request's row before; of all other rows a runner knows the blocks already. The
+    meaning of each column is that of `Row`'s field.
+    """
+
+    __slots__ = ("blocks", "changed", "checkpoints", "output_indices", "pending", "requests", "slots", "starts")
+
+    def __init__(
+        self,
+        slots: np.ndarray,
+        starts: np.ndarray,
+        output_indices: np.ndarray,
+        pending: np.ndarray,
+        requests: list[Request],
+        blocks: list[list[int]],
+        checkpoints: dict[int, tuple[Checkpoint, ...]],
+        changed: list[int],
+    ) -> None:
+        self.slots, self.starts, self.output_indices, self.pending = slots, starts, output_indices, pending
+        self.requests, self.blocks = requests, blocks
+        self.checkpoints, self.changed = checkpoints, changed
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> DecodeRows:
+        """The columns of given rows, in their order; all blocks count as changed.
+
+        Raises ValueError for a row that contradicts the contract of a decode row.
+        """
+        rows = list(rows)
+        for row in rows:
+            if row.length != 1:
+                raise ValueError(f"request {row.request.id}: a decode row computes 1 token, not {row.length}")
+            if not row.samples or row.restore is not None:
+                raise ValueError(f"request {row.request.id}: a decode row samples, and restores nothing")
+        return cls(
+            slots=np.array([row.slot for row in rows], dtype=np.int64),
+            starts=np.array([row.start for row in rows], dtype=np.int64),
+            output_indices=np.array([row.output_index for row in rows], dtype=np.int64),
+            pending=np.array([row.pending for row in rows], dtype=bool),
+            requests=[row.request for row in rows],
+            blocks=[row.blocks for row in rows],
+            checkpoints={index: row.checkpoints for index, row in enumerate(rows) if row.checkpoints},
+            changed=list(range(len(rows))),
+        )
+
+    def row(self, index: int) -> Row:
+        """One row as an object."""
+        return Row(
+            request=self.requests[index],
+            slot=int(self.slots[index]),
+            blocks=self.blocks[index],
+            start=int(self.starts[index]),
+            length=1,
+            is_decode=True,
+            samples=True,
+            output_index=int(self.output_indices[index]),
+            pending=bool(self.pending[index]),
+            checkpoints=self.checkpoints.get(index, ()),
+        )
+
+    def rows(self) -> list[Row]:
+        """All of them as objects."""
+        columns = zip(
+            self.requests, self.slots.tolist(), self.blocks, self.starts.tolist(), self.output_indices.tolist(),
+            self.pending.tolist(), strict=True,
+        )  # fmt: skip
+        made = [
+            Row(request, slot, blocks, start, 1, True, True, index, pending)
+            for request, slot, blocks, start, index, pending in columns
+        ]
+        for number, checkpoints in self.checkpoints.items():
+            made[number].checkpoints = checkpoints
+        return made
+
+
 class StepPlan:
-    """One forward pass: decode rows first, then prefill rows, oldest first.
+    """One forward pass: the decode rows (`decode`, by slot), then the prompt chunks (`prefill`, oldest first).
 
     `moves` happen before the pass, in order. Rows of one plan never share a slot.
     """
 
-    step_id: int
-    rows: list[Row]
-    moves: list[BlockMove] = field(default_factory=list)
+    __slots__ = ("_rows", "decode", "moves", "prefill", "step_id")
+
+    def __init__(self, step_id: int, rows: Iterable[Row] = (), moves: Iterable[BlockMove] = ()) -> None:
+        """A plan of given rows; a scheduler fills an empty one. Raises ValueError for rows out of order."""
+        rows = list(rows)
+        kinds = [row.is_decode for row in rows]
+        if kinds != sorted(kinds, reverse=True):
+            raise ValueError(f"step {step_id}: decode rows must come before prompt rows")
+        self.step_id = step_id
+        self.decode = DecodeRows.of(row for row in rows if row.is_decode)
+        self.prefill = [row for row in rows if not row.is_decode]
+        self.moves = list(moves)
+        self._rows: list[Row] | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows as objects, decode rows first. They are made when asked for, and then kept."""
+        if self._rows is None:
+            self._rows = self.decode.rows() + self.prefill
+        return self._rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of both kinds."""
+        return len(self.decode) + len(self.prefill)
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed by the pass."""
-        return sum(row.length for row in self.rows)
+        return len(self.decode) + sum(row.length for row in self.prefill)
 
     @property
     def num_decode(self) -> int:
         """Rows that decode."""
-        return sum(row.is_decode for row in self.rows)
+        return len(self.decode)
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows that yield a token."""
+        return len(self.decode) + sum(row.samples for row in self.prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,3 +356,24 @@ class TokenUpdate(msgspec.Struct, eq=False, gc=False):
     token: int | None
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
+
+
+class EngineStats(msgspec.Struct, array_like=True, frozen=True):
+    """Gauges and counters since start; the server turns them into /metrics and /v1/info."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    slots_used: int = 0
+    slots_total: int = 0
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    prefix_bytes: int = 0
+    prefix_evictions: int = 0
+    snapshots_used: int = 0
+    snapshots_total: int = 0

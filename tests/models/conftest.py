@@ -156,7 +156,7 @@ class Driver:
         while len(blocks) * KV_BLOCK_TOKENS < start + length:
             blocks.append(self.free_blocks.pop())
         is_decode = fields.pop("is_decode", length == 1 and len(request.output) > 0)
-        samples = fields.pop("samples", start + length == request.num_tokens)
+        samples = fields.pop("samples", is_decode or start + length == request.num_tokens)
         marks = fields.pop("marks", ())
         return Row(
             request=request,

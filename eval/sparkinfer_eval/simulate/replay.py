@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.scheduling.config import SchedulerConfig
-from sparkinfer.scheduling.scheduler import Scheduler, SchedulerStats
-from sparkinfer.scheduling.types import Request, SamplingParams, StepPlan, StepResult
+from sparkinfer.scheduling.scheduler import Scheduler
+from sparkinfer.scheduling.types import EngineStats, Request, SamplingParams, StepPlan, StepResult
 
 from ..records import Record
 from .cost import Costs
@@ -37,7 +37,7 @@ class Outcome:
 
     workload: Workload
     records: list[Record]
-    stats: SchedulerStats
+    stats: EngineStats
     mean_decode_rows: float
 
 
@@ -101,7 +101,7 @@ class Simulation:
     def _step(self, plan: StepPlan, now: float) -> float:
         """Run a plan; returns when the next one may begin."""
         end = now + self._costs.pass_seconds(plan)
-        sampled = sum(row.samples for row in plan.rows)
+        sampled = plan.num_sampled
         self._decode_rows += plan.num_decode
         free = end + self._costs.host_seconds(plan)
         load, host = self._workload, self._costs.host
