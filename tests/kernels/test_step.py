@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
 
-from sparkinfer_kernels.step import gpu, reference  # noqa: E402
+from sparkinfer_kernels.step import gpu, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
