@@ -56,12 +56,17 @@ class GpuOps:
     keep_tokens: Op
 
 
+def _moe() -> dict[str, Op]:
+    from sparkinfer_kernels.moe import gpu as moe
+
+    return {"prepare_moe": moe.prepare_moe, "make_moe_workspace": moe.make_workspace, "moe": moe.moe}
+
+
 def triton_ops() -> GpuOps:
     """The kernels for Hopper and Blackwell."""
     from sparkinfer_kernels.attention import gpu as attention
     from sparkinfer_kernels.gated_delta_rule import gpu as gdn
     from sparkinfer_kernels.linear import gpu as linear
-    from sparkinfer_kernels.moe import gpu as moe
     from sparkinfer_kernels.rms_norm import gpu as norm
     from sparkinfer_kernels.rotary import gpu as rotary
     from sparkinfer_kernels.sampler import gpu as sampler
@@ -92,9 +97,7 @@ def triton_ops() -> GpuOps:
         plan_gdn_prefill=gdn.plan_prefill,
         gdn_decode=gdn.gdn_decode,
         gdn_prefill=gdn.gdn_prefill,
-        prepare_moe=moe.prepare_moe,
-        make_moe_workspace=moe.make_workspace,
-        moe=moe.moe,
+        **_moe(),
         make_sampler_workspace=sampler.make_workspace,
         sampling_tensors=sampler.SamplingTensors,
         sample=sampler.sample,

@@ -151,11 +151,8 @@ class GpuWeights:
 
     def parts(self, name: str, rows: int, columns: int) -> Parts:
         """A matrix as the checkpoint stores it, on the GPU."""
-        quantised = getattr(self.source, "quantised", None)
-        stored = None if quantised is None else quantised(name)
-        if stored is None:
-            return self.get(name, rows, columns)
-        return stored.to(self.device)
+        stored = self.source.quantised(name, (rows, columns))
+        return self.get(name, rows, columns) if stored is None else stored.to(self.device)
 
     def projection(self, parts: Sequence[tuple[str, int]], columns: int) -> Projection:
         """Projections of the same input, (name, rows) each, as one; neighbours of one format are one weight."""

@@ -60,7 +60,7 @@ def load_gpu_model(
     with torch.inference_mode():
         model = GpuModel(
             config,
-            open_source(folder, config, load_format, seed),
+            open_source(folder, config, load_format, seed, device),
             device=device,
             ops=triton_ops(),
             options=options,
