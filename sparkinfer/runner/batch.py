@@ -151,7 +151,7 @@ class BatchBuilder:
         for index, checkpoints in plan.decode.checkpoints.items():
             slot, start = int(plan.decode.slots[index]), int(plan.decode.starts[index])
             for checkpoint in checkpoints:
-                _check_inside(plan.decode.requests[index], checkpoint, start, start + 1)
+                check_inside(plan.decode.requests[index], checkpoint, start, start + 1)
                 (before if checkpoint.position == start else after).append((slot, checkpoint.snapshot))
         for row in plan.prefill:
             check_row(row)
@@ -255,10 +255,11 @@ def check_row(row: Row) -> None:
     if row.pending and not row.is_decode:
         raise ValueError(f"request {row.request.id}: only a decode row may wait for its input token")
     for checkpoint in row.checkpoints:
-        _check_inside(row.request, checkpoint, row.start, row.start + row.length)
+        check_inside(row.request, checkpoint, row.start, row.start + row.length)
 
 
-def _check_inside(request: Request, checkpoint: Checkpoint, start: int, stop: int) -> None:
+def check_inside(request: Request, checkpoint: Checkpoint, start: int, stop: int) -> None:
+    """Raise ValueError for a checkpoint outside its row."""
     if not start <= checkpoint.position <= stop:
         raise ValueError(f"request {request.id}: checkpoint at {checkpoint.position} lies outside its row")
 

@@ -6,15 +6,15 @@ behind the usable ones; a padding prompt has length 0. Numpy only: nothing here 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from sparkinfer_kernels.sampler.reference import noise_keys
 
-from sparkinfer.runner.batch import BlockTables, check_row
+from sparkinfer.runner.batch import BlockTables, check_inside, check_row
 from sparkinfer.runner.gpu_sizes import PassLimits, PassShape
-from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Row, StepPlan
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, DecodeRows, Request, Row, StepPlan
 
 ALIGN_WORDS = 4
 """Fields begin at multiples of 16 bytes."""
@@ -119,23 +119,24 @@ class StepMetadata:
     """A pass of padded shape, and what the runner does around it."""
 
     layout: Layout
-    sampling_rows: list[Row]
-    mode: Mode
-    """The least that the rows' choice needs."""
-    asked: list[int]
-    """Sampling rows that report log-probabilities."""
-    before: list[tuple[int, int]]
-    """(slot, snapshot): checkpoints of the state as it is before the pass."""
-    after: list[tuple[int, int]]
-    """(slot, snapshot): checkpoints of decode rows, taken after the pass."""
-    inside: list[int]
-    """Snapshots that the pass itself writes, in the order of their entries."""
-    more_banned: list[tuple[int, int]]
-    """(sampling row, token) pairs that `MAX_BANNED` leaves no room for."""
-    restores: list[tuple[int, int]]
-    """(slot, snapshot): slots that start from a snapshot."""
+    requests: list[Request]
+    """Of the rows that sample, decode rows first."""
     row_tokens: list[tuple[int, int]]
     """(first, count): each plan row's tokens within the padded pass."""
+    mode: Mode = "greedy"
+    """The least that the rows' choice needs."""
+    asked: list[int] = field(default_factory=list)
+    """Sampling rows that report log-probabilities."""
+    before: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, snapshot): checkpoints of the state as it is before the pass."""
+    after: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, snapshot): checkpoints of decode rows, taken after the pass."""
+    inside: list[int] = field(default_factory=list)
+    """Snapshots that the pass itself writes, in the order of their entries."""
+    more_banned: list[tuple[int, int]] = field(default_factory=list)
+    """(sampling row, token) pairs that `MAX_BANNED` leaves no room for."""
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, snapshot): slots that start from a snapshot."""
 
 
 class MetadataBuilder:
@@ -162,7 +163,7 @@ class MetadataBuilder:
     def shape_of(self, plan: StepPlan) -> PassShape:
         """The padded shape of a plan. Raises ValueError when the plan exceeds the runner's limits."""
         decode = plan.num_decode
-        return self.limits.shape_for(decode, plan.num_tokens - decode, len(plan.rows) - decode)
+        return self.limits.shape_for(decode, plan.num_tokens - decode, len(plan.prefill))
 
     def build(self, plan: StepPlan, words: np.ndarray, shape: PassShape | None = None) -> StepMetadata:
         """Fill `words` [at least the layout's] for a plan, padded to `shape` (default: the smallest that fits).
@@ -172,24 +173,23 @@ class MetadataBuilder:
         """
         layout = self.layout(shape or self.shape_of(plan))
         fields = layout.views(words)
-        decode = [row for row in plan.rows if row.is_decode]
-        prompts = [row for row in plan.rows if not row.is_decode]
-        if plan.rows[: len(decode)] != decode:
-            raise ValueError(f"step {plan.step_id}: decode rows must come before prompt rows")
-        for row in plan.rows:
+        self.tables.update_decode(plan.decode)
+        for row in plan.prefill:
             check_row(row)
             self.tables.update(row)
         self._padding(fields)
-        places = self._decode(fields, decode) + self._prompts(fields, prompts, layout.shape)
-        step = StepMetadata(layout, [row for row in plan.rows if row.samples], "greedy", [], [], [], [], [], [], places)
-        self._checkpoints(fields, plan.rows, layout.shape, step)
-        ends = [
-            (first + count - 1, row.slot) for row, (first, count) in zip(plan.rows, places, strict=True) if row.samples
-        ]
-        count = len(ends)
-        fields["outputs"][:count] = [end for end, _ in ends]
-        fields["output_slots"][:count] = [slot for _, slot in ends]
-        self._sampling(fields, step)
+        places = self._decode(fields, plan.decode) + self._prompts(fields, plan.prefill, layout.shape)
+        prompts = [row for row in plan.prefill if row.samples]
+        step = StepMetadata(layout, plan.decode.requests + [row.request for row in prompts], row_tokens=places)
+        self._checkpoints(fields, plan, step)
+        decode = len(plan.decode)
+        fields["outputs"][:decode] = np.arange(decode)
+        fields["output_slots"][:decode] = plan.decode.slots
+        ends = zip(plan.prefill, places[decode:], strict=True)
+        for index, (row, (first, count)) in enumerate((each for each in ends if each[0].samples), decode):
+            fields["outputs"][index], fields["output_slots"][index] = first + count - 1, row.slot
+        indices = np.concatenate((plan.decode.output_indices, [row.output_index for row in prompts]))
+        self._sampling(fields, step, indices.astype(np.int64))
         changed, blocks = self.tables.take(len(fields["update_places"]))
         fields["update_places"][: len(changed)] = changed
         fields["update_blocks"][: len(blocks)] = blocks
@@ -213,17 +213,15 @@ class MetadataBuilder:
         fields["update_places"][:] = self.dummy_slot * self.tables.array.shape[1]
         fields["update_blocks"][:] = self.dummy_block
 
-    def _decode(self, fields: dict[str, np.ndarray], rows: list[Row]) -> list[tuple[int, int]]:
+    def _decode(self, fields: dict[str, np.ndarray], rows: DecodeRows) -> list[tuple[int, int]]:
         """One token for each decode row."""
         n = len(rows)
         if n:
-            slots = np.array([row.slot for row in rows], dtype=np.int64)
-            starts = np.array([row.start for row in rows], dtype=np.int64)
-            tokens = [PENDING if row.pending else row.request.token_at(row.start) for row in rows]
-            fields["tokens"][:n] = tokens
-            fields["positions"][:n] = starts
-            fields["slots"][:n] = slots
-            fields["kv_positions"][:n] = self._kv_positions(slots, starts)
+            known = zip(rows.requests, rows.starts.tolist(), rows.pending.tolist(), strict=True)
+            fields["tokens"][:n] = [PENDING if later else request.token_at(start) for request, start, later in known]
+            fields["positions"][:n] = rows.starts
+            fields["slots"][:n] = rows.slots
+            fields["kv_positions"][:n] = self._kv_positions(rows.slots, rows.starts)
         return [(index, 1) for index in range(n)]
 
     def _prompts(self, fields: dict[str, np.ndarray], rows: list[Row], shape: PassShape) -> list[tuple[int, int]]:
@@ -255,32 +253,30 @@ class MetadataBuilder:
         blocks = self.tables.array[slots, positions // KV_BLOCK_TOKENS]
         return blocks * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
 
-    def _checkpoints(
-        self, fields: dict[str, np.ndarray], rows: list[Row], shape: PassShape, step: StepMetadata
-    ) -> None:
+    def _checkpoints(self, fields: dict[str, np.ndarray], plan: StepPlan, step: StepMetadata) -> None:
         """Sort the plan's checkpoints by when they are taken: before, inside or after the pass."""
-        prompts = [row for row in rows if not row.is_decode]
-        sequence = {row.slot: index for index, row in enumerate(prompts)}
-        for row in rows:
+        for index, checkpoints in plan.decode.checkpoints.items():
+            slot, start = int(plan.decode.slots[index]), int(plan.decode.starts[index])
+            for checkpoint in checkpoints:
+                check_inside(plan.decode.requests[index], checkpoint, start, start + 1)
+                (step.before if checkpoint.position == start else step.after).append((slot, checkpoint.snapshot))
+        for sequence, row in enumerate(plan.prefill):
             if row.restore is not None:
                 step.restores.append((row.slot, row.restore))
             for checkpoint in sorted(row.checkpoints, key=lambda each: each.position):
                 if checkpoint.position == row.start:
                     step.before.append((row.slot, checkpoint.snapshot))
-                elif row.is_decode:
-                    step.after.append((row.slot, checkpoint.snapshot))
-                else:
-                    index = len(step.inside)
-                    if index == self.entries:
-                        raise ValueError(f"the pass saves more than {self.entries} checkpoints, this runner's limit")
-                    fields["checkpoint_sequences"][index] = sequence[row.slot]
-                    fields["checkpoint_positions"][index] = checkpoint.position
-                    step.inside.append(checkpoint.snapshot)
+                    continue
+                index = len(step.inside)
+                if index == self.entries:
+                    raise ValueError(f"the pass saves more than {self.entries} checkpoints, this runner's limit")
+                fields["checkpoint_sequences"][index] = sequence
+                fields["checkpoint_positions"][index] = checkpoint.position
+                step.inside.append(checkpoint.snapshot)
 
-    def _sampling(self, fields: dict[str, np.ndarray], step: StepMetadata) -> None:
+    def _sampling(self, fields: dict[str, np.ndarray], step: StepMetadata, output_indices: np.ndarray) -> None:
         """The sampling parameters of the rows that choose a token."""
-        rows = step.sampling_rows
-        params = [row.request.sampling for row in rows]
+        params = [request.sampling for request in step.requests]
         step.asked = [index for index, param in enumerate(params) if param.logprobs is not None]
         noisy = [index for index, param in enumerate(params) if param.temperature > 0]
         for index in noisy:
@@ -290,13 +286,13 @@ class MetadataBuilder:
             fields["top_p"][index] = param.top_p
             fields["min_p"][index] = param.min_p
         if noisy:
-            keys = noise_keys([params[i].seed for i in noisy], [rows[i].output_index for i in noisy])
+            keys = noise_keys([params[i].seed for i in noisy], output_indices[noisy].tolist())
             fields["keys"][noisy] = keys
         banned = [
             (index, token)
-            for index, row in enumerate(rows)
-            if row.output_index < params[index].min_tokens
-            for token in sorted(row.request.eos_token_ids | params[index].stop_token_ids)
+            for index, (request, output_index) in enumerate(zip(step.requests, output_indices, strict=True))
+            if output_index < params[index].min_tokens
+            for token in sorted(request.eos_token_ids | params[index].stop_token_ids)
             if token < self.vocab
         ]
         for place, (index, token) in enumerate(banned[:MAX_BANNED]):

@@ -129,7 +129,7 @@ class GpuRunner:
         """Start a step; the host is free until `PendingStep.result`. Steps run in the order submitted."""
         with torch.inference_mode(), self.queue.on(self.queue.main):
             self._move(plan.moves)
-            if not plan.rows:
+            if not plan.num_rows:
                 return PendingStep(lambda: StepResult(plan.step_id, [], []))
             stage, step = self._begin(plan)
             asked = _prompt_shares(plan, step)
@@ -192,7 +192,7 @@ class GpuRunner:
 
     def _zero_fresh(self, plan: StepPlan, wanted: set[int]) -> None:
         """Zero the slots of new sequences whose state is saved before their first token."""
-        for row in plan.rows:
+        for row in plan.prefill:
             if row.slot in wanted and row.start == 0 and row.restore is None:
                 for part in self._slot(row.slot):
                     part.zero_()
@@ -221,14 +221,13 @@ class GpuRunner:
 
     def _choose(self, step_id: int, stage: _Stage, step: StepMetadata) -> PendingStep:
         """Choose tokens for the sampling rows, keep them by slot, and start their way to the host."""
-        count = len(step.sampling_rows)
+        count = len(step.requests)
         if not count:
             return PendingStep(lambda: StepResult(step_id, [], []))
         chosen = self.passes.choose(step)
         report = None
         if step.asked:
-            rows = step.sampling_rows
-            most = max(rows[index].request.sampling.logprobs or 0 for index in step.asked)
+            most = max(step.requests[index].sampling.logprobs or 0 for index in step.asked)
             report = tuple(self._to_host(part) for part in self.passes.logprobs(step, chosen, most))
         stage.tokens[:count].copy_(chosen[:count], non_blocking=True)
         ready = self.queue.mark(self.queue.main)
@@ -248,9 +247,9 @@ class GpuRunner:
 def _prompt_shares(plan: StepPlan, step: StepMetadata) -> list[prompt_logprobs.Share]:
     """The prompt positions whose log-probabilities a pass yields; empty for nearly every pass."""
     found = []
-    for row, (first, _) in zip(plan.rows, step.row_tokens, strict=True):
+    for row, (first, _) in zip(plan.prefill, step.row_tokens[len(plan.decode) :], strict=True):
         request = row.request
-        if request.sampling.prompt_logprobs is not None and not row.is_decode and not request.output:
+        if request.sampling.prompt_logprobs is not None and not request.output:
             # The last token's row predicts the first output, which is reported as such.
             count = min(row.length, len(request.prompt) - 1 - row.start)
             if count > 0:
@@ -264,6 +263,6 @@ def _result(step_id: int, step: StepMetadata, tokens: list[int], report: tuple[t
     if report is not None:
         chosen, rank, ids, values = (part.tolist() for part in report)
         for index in step.asked:
-            most = step.sampling_rows[index].request.sampling.logprobs or 0
+            most = step.requests[index].sampling.logprobs or 0
             logprobs[index] = TokenLogprobs(chosen[index], rank[index], ids[index][:most], values[index][:most])
     return StepResult(step_id, tokens, logprobs)
