@@ -43,8 +43,13 @@ def raw_digests(raw_results: Path | None) -> dict[str, str]:
     return {path.relative_to(raw_results).as_posix(): f"sha256:{file_sha256(path)}" for path in sorted(found)}
 
 
-def evaluation(report_folder: Path, raw_results: Path | None = None) -> dict[str, Any]:
+def evaluation(
+    report_folder: Path, raw_results: Path | None = None, earlier: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The evaluation statement of a report: about the image it measured, else about the source tree.
+
+    `earlier` is the predicate that the measuring host signed: where its raw results are not at hand, the digests of
+    prompts and raw records are taken from it.
 
     Form: docs/predicates/evaluation-v1.md. Raises UsageProblem when the folder is not a complete report.
     """
@@ -64,8 +69,8 @@ def evaluation(report_folder: Path, raw_results: Path | None = None) -> dict[str
         "measured": report["measured"],
         "not_the_shipped_image": source,
         "models": [{key: model[key] for key in ("name", "digest", "random_weights")} for model in report["models"]],
-        "prompts": prompt_digests(raw_results),
-        "raw_records": raw_digests(raw_results),
+        "prompts": prompt_digests(raw_results) or (earlier or {}).get("prompts", []),
+        "raw_records": raw_digests(raw_results) or (earlier or {}).get("raw_records", {}),
         "files": {name: f"sha256:{file_sha256(file)}" for name, file in report_files(report_folder).items()},
         "cells": report["cells"],
         "decision_rules": [],
@@ -155,6 +160,21 @@ def sign_report(report_folder: Path, made: Mapping[str, Any], held: Credentials)
     (bundle,) = sign([made], held)
     _write(target, bundle)
     return target
+
+
+def set_aside(report_folder: Path) -> dict[str, Any] | None:
+    """Move a report's bundles to `bundles/host/`, so that another signer can sign it; returns the evaluation they hold.
+
+    They stay what the measuring host vouched for; a verifier reads the new ones.
+    """
+    folder, predicate = report_folder / "bundles", None
+    for path in sorted(folder.glob("*.sigstore.json")):
+        said = _statement(path.read_text(encoding="utf-8"))
+        if said["predicateType"] in (EVALUATION, EVALUATION_SOURCE):
+            predicate = dict(said["predicate"])
+        (folder / "host").mkdir(exist_ok=True)
+        path.rename(folder / "host" / path.name)
+    return predicate
 
 
 def _write(target: Path, text: str) -> None:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer_containers import attest, loopback, ship
-from sparkinfer_containers.errors import DigestProblem, UsageProblem
-from sparkinfer_containers.image import build, debs, rebuild, settings, wheels
+from sparkinfer_containers import attest, figures, loopback, ship
+from sparkinfer_containers.errors import UsageProblem
+from sparkinfer_containers.image import build, daemon, debs, rebuild, settings, wheels
 from sparkinfer_containers.image.run import SHARED, Container, unpack_image
+from sparkinfer_containers.image.start import start
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.registry import Reference, Registry
 from sparkinfer_containers.private import instance
@@ -101,24 +102,44 @@ def _attest(args: argparse.Namespace) -> int:
     image = layout.image()
     record: dict[str, Any] = json.loads((args.image / "image.json").read_text(encoding="utf-8"))
     recipe = settings.load(args.repository, record["variant"], record["name"])
-    name = record["reference"].rsplit(":", 1)[0]
-    provenance = json.loads((args.image / "provenance.json").read_text(encoding="utf-8"))
-    if args.builder:
-        provenance["runDetails"]["builder"]["id"] = args.builder
-    made = [
-        statement(name, image.digest, PROVENANCE, provenance),
-        statement(name, image.digest, SBOM, json.loads((args.image / "sbom.json").read_text(encoding="utf-8"))),
-    ]
+    made = _image_statements(args.image, record, args.builder)
     start = time.monotonic()
-    evaluation = attest.evaluation(args.report, args.raw) if args.report else None
-    if evaluation is not None and attest.subject_digest(evaluation) == image.digest:
-        made.append(evaluation)
+    earlier = attest.set_aside(args.report) if args.report and args.resign else None
+    evaluation = attest.evaluation(args.report, args.raw, earlier) if args.report else None
     with credentials(args.trust, claims=_claims(recipe)) as held:
         for item in attest.sign_and_attach(layout, image, made, held):
             print(f"attached {item.annotations['dev.sigstore.bundle.predicateType']} to {image.digest}")
-        if args.report and evaluation is not None:
-            print(f"signed {attest.sign_report(args.report, evaluation, held)}")
+        if evaluation is not None:
+            bundle = attest.sign_report(args.report, evaluation, held)
+            print(f"signed {bundle}")
+            if attest.subject_digest(evaluation) == image.digest:
+                attest.exchange(layout, image, args.report, bundle)
+                print(f"attached the evaluation to {image.digest}")
     print(f"signed and attached in {time.monotonic() - start:.2f} s, trust: {args.trust}")
+    return 0
+
+
+def _image_statements(folder: Path, record: dict[str, Any], builder: str | None = None) -> list[dict[str, Any]]:
+    """Provenance and SBOM statements of an image that `build` made."""
+    name = record["reference"].rsplit(":", 1)[0]
+    provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    if builder:
+        provenance["runDetails"]["builder"]["id"] = builder
+    sbom = json.loads((folder / "sbom.json").read_text(encoding="utf-8"))
+    return [statement(name, record["digest"], PROVENANCE, provenance), statement(name, record["digest"], SBOM, sbom)]
+
+
+def _figures(args: argparse.Namespace) -> int:
+    recipe = settings.load(args.repository, args.variant)
+
+    def sign(folder: Path) -> None:
+        record = json.loads((folder / "image.json").read_text(encoding="utf-8"))
+        layout = Layout(folder / "layout")
+        with credentials("private", claims=_claims(recipe)) as held:
+            attest.sign_and_attach(layout, layout.image(), _image_statements(folder, record), held)
+
+    made = figures.measure(recipe, args.repository.absolute(), args.model, args.scratch, sign, args.shown)
+    figures.write(made, args.output)
     return 0
 
 
@@ -175,19 +196,11 @@ def _unpack(args: argparse.Namespace) -> int:
     return 0
 
 
-def _digest(unpacked: Path) -> str:
-    marker = unpacked / "digest"
-    if not marker.is_file():
-        raise DigestProblem(f"{unpacked} holds no unpacked image: `unpack` or `pull` one first")
-    return marker.read_text(encoding="ascii")
-
-
 def _run(args: argparse.Namespace) -> int:
     given = dict(item.split("=", 1) for item in args.env)
-    with Container(
-        args.unpacked, _digest(args.unpacked), Path(args.log), environment=given, models=args.models,
-        arguments=args.arguments,
-    ) as container:  # fmt: skip
+    with start(
+        args.unpacked, Path(args.log), environment=given, models=args.models, arguments=args.arguments
+    ) as container:
         return _forward_signals(container)
 
 
@@ -200,21 +213,23 @@ def _serve(args: argparse.Namespace) -> int:
     if trace:
         writable = Path(trace).resolve().parent
         passed["SPARKINFER_STEP_TRACE"] = f"{SHARED}/{Path(trace).name}"
-    with Container(
-        args.unpacked, _digest(args.unpacked), Path("/dev/stderr"), environment=passed, models=model.parent,
-        writable=writable, arguments=arguments,
+    with start(
+        args.unpacked, Path("/dev/stderr"), environment=passed, models=model.parent, writable=writable,
+        arguments=arguments,
     ) as container:  # fmt: skip
         return _forward_signals(container)
 
 
-def _forward_signals(container: Container) -> int:
+def _forward_signals(container: Container | daemon.Daemon) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: container.signal(received))
     return container.process.wait()
 
 
 def _ship(args: argparse.Namespace) -> int:
-    _write_record(args.record, ship.ship(args.image, args.model, args.work, args.trusted_root, args.evaluated))
+    _write_record(
+        args.record, ship.ship(args.image, args.model, args.work, args.trusted_root, args.evaluated, args.device)
+    )
     return 0
 
 
@@ -276,7 +291,16 @@ def _parser() -> argparse.ArgumentParser:
     made = add("attest", _attest, "sign provenance, SBOM and evaluation and attach them", signing)
     made.add_argument("image", type=_path, help="folder that `build` made")
     made.add_argument("--report", type=_path, help="reports/RUN to sign; attached when it measured this image")
+    made.add_argument(
+        "--resign", action="store_true", help="set the report's own bundles aside (bundles/host/) and sign it anew"
+    )
     made.add_argument("--builder", help="builder.id of the provenance, for a hosted build")
+    made = add("figures", _figures, "build, rebuild, sign, ship: the container's figures, from empty caches")
+    made.add_argument("--variant", choices=("cpu", "cuda13"), default="cpu")
+    made.add_argument("--model", type=_path, required=True)
+    made.add_argument("--scratch", type=_path, required=True, help="folder for temporary files")
+    made.add_argument("--output", type=_path, required=True, help="folder that gets README.md and figures.json")
+    made.add_argument("--shown", default="python -m sparkinfer_containers figures", help="command that the page names")
     made = add("find-report", _find_report, "print the report folder that a release of this image publishes")
     made.add_argument("image", type=_path)
     made = add("sign-report", _sign_report, "sign a report folder", signing)
@@ -308,6 +332,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--work", type=_path, required=True, help="folder for the registry and the unpacked image")
     made.add_argument("--record", type=_path, required=True, help="JSON file with what was proved and the times")
     made.add_argument("--trusted-root", type=_path)
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--run", dest="evaluated", help="name of the run whose evaluation has to be attached")
     made = add("registry", _registry, "serve a docker-registry on loopback until SIGTERM")
     made.add_argument("storage", type=_path)

@@ -20,7 +20,10 @@ import httpx
 from sparkinfer.errors import EnvironmentProblem
 from sparkinfer_containers import loopback
 from sparkinfer_containers.errors import DigestProblem
+from sparkinfer_containers.image.daemon import Daemon, pull
 from sparkinfer_containers.image.run import Container, unpack_image
+from sparkinfer_containers.image.runtimes import uses_daemon
+from sparkinfer_containers.image.start import start
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.registry import Reference, Registry
 from sparkinfer_containers.private.state import default_folder
@@ -75,7 +78,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until_ready(container: Container, port: int, log: Path) -> None:
+def wait_until_ready(container: Container | Daemon, port: int, log: Path) -> None:
     """Return when the server answers /health. Raises EnvironmentProblem with the end of its log when it does not."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline and container.process.poll() is None:
@@ -96,7 +99,7 @@ def ask(unpacked: Path, model: Path, log: Path, timings: Timings) -> dict[str, A
         "SPARKINFER_PORT": str(port),
     }
     base = f"http://127.0.0.1:{port}/v1"
-    with Container(unpacked, digest, log, environment=environment, models=model.parent) as container:
+    with start(unpacked, log, environment=environment, models=model.parent) as container:
         with timings.step("start the server"):
             wait_until_ready(container, port, log)
         info: dict[str, Any] = httpx.get(f"{base}/info", trust_env=False).json()
@@ -111,7 +114,7 @@ def ask(unpacked: Path, model: Path, log: Path, timings: Timings) -> dict[str, A
 
 
 def ship(
-    image: Path, model: Path, work: Path, trusted_root: Path | None = None, run: str | None = None
+    image: Path, model: Path, work: Path, trusted_root: Path | None = None, run: str | None = None, device: str = "cpu"
 ) -> dict[str, Any]:
     """Push, verify, pull, run and ask. Returns the record; raises the first problem.
 
@@ -132,7 +135,10 @@ def ship(
         if run is not None and run not in outcome.evaluations:
             raise DigestProblem(f"no evaluation of run {run} is attached to {digest}: {outcome.evaluations or 'none'}")
         with timings.step("pull and unpack"), Registry(reference, anonymous=True) as registry:
-            unpack_image(registry, digest, work / "unpacked")
+            if uses_daemon(device):
+                pull(f"{reference.host}/{reference.name}@{digest}", digest, device, work / "unpacked")
+            else:
+                unpack_image(registry, digest, work / "unpacked")
     info = ask(work / "unpacked", model, work / "server.log", timings)
     shutil.rmtree(work / "unpacked")
     return {

@@ -120,10 +120,11 @@ rule container_shipped:
         folder=lambda w, input: built(input[0]),
         work=lambda w, output: str(Path(output[0]).parent / "registry"),
         model=lambda w, input: str(input.model).removesuffix(".json"),
+        device=PLAN_OF["release"].device,
         run=CONTAINERS,
     shell:
         "{params.run} ship {params.folder} --model {params.model} --work {params.work} --record {output}"
-        " 2>&1 | tee {log}"
+        " --device {params.device} 2>&1 | tee {log}"
 
 
 # The same with the evaluation of a run attached, once the checks are passed: the end of a release.
@@ -147,10 +148,11 @@ rule release_shipped:
         folder=lambda w, input: built(input.image),
         work=lambda w, input: str(Path(input.image).parent / "registry"),
         model=lambda w, input: str(input.model).removesuffix(".json"),
+        device=PLAN_OF["release"].device,
         run=CONTAINERS,
     shell:
         "{params.run} ship {params.folder} --model {params.model} --work {params.work} --run {wildcards.run}"
-        " --record {output} 2>&1 | tee {log}"
+        " --record {output} --device {params.device} 2>&1 | tee {log}"
 
 
 # The commands that a reader types: on the image with its attestations as it lies here, and on the report.
@@ -173,6 +175,32 @@ rule release_verified:
     shell:
         "{{ {params.verify} {params.layout} --json {output.image}"
         " && {params.verify} reports/{wildcards.run} --json {output.report}; }} 2>&1 | tee {log}"
+
+
+# What docs/container.md points to. Not part of a release: it downloads and builds everything once more.
+rule container_figures:
+    input:
+        ancient(environment_record("engine")),
+        model=ancient(question_model),
+    output:
+        page="reports/container/README.md",
+        figures="reports/container/figures.json",
+    log:
+        "results/logs/images/figures.log",
+    benchmark:
+        "results/benchmarks/images/figures.tsv"
+    conda:
+        "../envs/engine.yaml"
+    resources:
+        gpu=1,
+    params:
+        folder=lambda w, output: str(Path(output.page).parent),
+        model=lambda w, input: str(input.model).removesuffix(".json"),
+        shown="snakemake container_figures --force",
+        run=CONTAINERS,
+    shell:
+        "{params.run} figures --model {params.model} --scratch results/images --output {params.folder}"
+        " --shown {params.shown:q} 2>&1 | tee {log}"
 
 
 localrules:

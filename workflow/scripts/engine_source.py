@@ -1,6 +1,6 @@
 """Put an engine where its server runs from: an unpacked image, or a copy of the working tree's or a tag's packages.
 
-usage: engine_source.py --digest sha256:... [--tag TAG | --image BUILT] FOLDER
+usage: engine_source.py --digest sha256:... [--tag TAG | --image BUILT --device DEVICE] FOLDER
 
 It is checked against the digest that the run is named after and appears by rename, so that an edit made while
 the workflow runs cannot reach a server. Exit codes: 0 done, 2 the source is not what the digest says.
@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "eval"), str(ROOT / "containers")]
 
 from sparkinfer_containers.image.build import LIBRARY, SOURCE_LABEL  # noqa: E402
+from sparkinfer_containers.image.daemon import load  # noqa: E402
 from sparkinfer_containers.image.run import unpack_image  # noqa: E402
+from sparkinfer_containers.image.runtimes import uses_daemon  # noqa: E402
 from sparkinfer_containers.oci.layout import Layout  # noqa: E402
 from sparkinfer_eval.plan.identity import PACKAGE_ROOTS, source_tree_digest, tag_archive  # noqa: E402
 
@@ -42,6 +44,15 @@ def copy_source(root: Path, tag: str | None, folder: Path) -> None:
         return
     for package in PACKAGE_ROOTS.values():
         shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def place(built: Path, digest: str, device: str, folder: Path) -> None:
+    """Unpack the image for bubblewrap, or load it into the store of podman or docker."""
+    if uses_daemon(device):
+        shutil.rmtree(folder, ignore_errors=True)
+        print(json.dumps(load(Layout(built / "layout"), digest, device, folder)))
+    else:
+        unpack(built, digest, folder)
 
 
 def unpack(built: Path, digest: str, folder: Path) -> None:
@@ -68,12 +79,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--digest", required=True)
     parser.add_argument("--tag")
     parser.add_argument("--image", type=Path, metavar="BUILT")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--root", type=Path, default=ROOT)
     args = parser.parse_args(argv)
     temporary = args.folder.with_name(f".{args.folder.name}.{os.getpid()}.tmp")
     try:
         if args.image is not None:
-            unpack(args.image, args.digest, args.folder)
+            place(args.image, args.digest, args.device, args.folder)
             return 0
         shutil.rmtree(temporary, ignore_errors=True)
         copy_source(args.root, args.tag, temporary)

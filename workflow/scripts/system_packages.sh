@@ -19,6 +19,8 @@ if [ "${1:-}" = --image ]; then
     need mmdebstrap mmdebstrap
     need bwrap bubblewrap
     need docker-registry docker-registry
+    # A machine with a GPU runs the image with podman or docker.
+    command -v nvidia-smi >/dev/null 2>&1 && need skopeo skopeo
     [ -z "$missing" ] && exit 0
     install && exit 0
     echo "note: without these packages no image is built, and the release is measured from the source tree:$missing" \

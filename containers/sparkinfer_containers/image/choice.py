@@ -13,13 +13,14 @@ from typing import Any
 
 from sparkinfer.errors import EnvironmentProblem
 from sparkinfer.identity import file_sha256, json_digest, short
+from sparkinfer_containers.image.runtimes import runtime, uses_daemon
 from sparkinfer_containers.image.settings import Recipe, load
 from sparkinfer_containers.image.tools import APT_HELPER, run
 from sparkinfer_containers.image.wheels import commit_of, inputs
 
 VARIANT_OF = {"cpu": "cpu", "cuda": "cuda13"}
 BUILDER = ("image/*.py", "oci/layers.py", "oci/layout.py", "oci/model.py")
-NOT_BUILDER = ("choice.py", "run.py", "engine_runtime.py", "rebuild.py", "difference.py")
+NOT_BUILDER = ("choice.py", "run.py", "daemon.py", "runtimes.py", "start.py", "rebuild.py", "difference.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,12 @@ def runtime_obstacle(device: str) -> str | None:
         return f"the image is for x86-64, this machine is {platform.machine()}"
     if shutil.which("docker-registry") is None:
         return "docker-registry is not installed (apt-get install docker-registry)"
-    if device == "cuda":
-        return gpu_runtime()[1]
+    if uses_daemon(device):
+        try:
+            runtime(device)
+        except EnvironmentProblem as error:
+            return str(error)
+        return None if shutil.which("skopeo") else "skopeo is not installed (apt-get install skopeo)"
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     probe = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--unshare-user", "--uid", "10001"]
@@ -115,18 +120,6 @@ def runtime_obstacle(device: str) -> str | None:
     if done.returncode:
         return f"bubblewrap cannot make a sandbox here ({done.stderr.strip()[-120:]})"
     return None
-
-
-def gpu_runtime() -> tuple[str | None, str | None]:
-    """(podman or docker, why neither can be used with a GPU)."""
-    if shutil.which("nvidia-ctk") is None:
-        return None, "the NVIDIA container toolkit is not installed"
-    for program in ("podman", "docker"):
-        if shutil.which(program) is not None:
-            done = subprocess.run([program, "info"], capture_output=True, text=True, check=False, timeout=60)
-            if done.returncode == 0:
-                return program, None
-    return None, "neither podman nor docker answers here"
 
 
 def build_obstacle() -> str | None:
