@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE_PACKAGES = ("sparkinfer", "sparkinfer_kernels")
@@ -24,9 +25,21 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def file_digests(files: dict[str, Path]) -> dict[str, str]:
+    """Hex sha256 of the named files, in the order of their names; large ones are read side by side."""
+    names = sorted(files)
+    with ThreadPoolExecutor(max(1, min(8, len(names)))) as pool:
+        return dict(zip(names, pool.map(file_sha256, (files[name] for name in names)), strict=True))
+
+
 def tree_digest(files: dict[str, Path]) -> str:
     """`sha256:<hex>` over the named files: sorted lines of file digest, two spaces, name, newline."""
-    lines = [f"{file_sha256(path)}  {name}\n" for name, path in sorted(files.items())]
+    return digest_of(file_digests(files))
+
+
+def digest_of(digests: dict[str, str]) -> str:
+    """`sha256:<hex>` over file digests by name: sorted lines of digest, two spaces, name, newline."""
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
     return "sha256:" + hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

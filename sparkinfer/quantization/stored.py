@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from sparkinfer.models.safetensors_file import NewTensor
@@ -35,13 +33,10 @@ def stored_tensors(module: str, shape: tuple[int, ...], choice: Format, modelopt
     return [NewTensor(f"{module}.weight", "F8_E4M3", (rows, columns)), scale]
 
 
-def contents(tensors: list[NewTensor], parts: Nvfp4Parts | Fp8BlockParts) -> Iterator[tuple[NewTensor, torch.Tensor]]:
-    """Pairs the tensors of `stored_tensors` with the parts' values."""
+def values(parts: Nvfp4Parts | Fp8BlockParts) -> list[torch.Tensor]:
+    """The content of `stored_tensors`, in its order. Raises ValueError for NVFP4 without an input scale."""
     if isinstance(parts, Fp8BlockParts):
-        values = [parts.weight, parts.scales]
-    else:
-        if parts.input_scale is None:
-            raise ValueError(f"{tensors[0].name}: ModelOpt's NVFP4 stores an input scale, but none was calibrated")
-        values = [parts.packed, parts.scales, parts.global_scale, parts.input_scale]
-    for tensor, value in zip(tensors, values, strict=True):
-        yield tensor, value.reshape(tensor.shape)
+        return [parts.weight, parts.scales]
+    if parts.input_scale is None:
+        raise ValueError("ModelOpt's NVFP4 stores an input scale, but none was calibrated")
+    return [parts.packed, parts.scales, parts.global_scale, parts.input_scale]

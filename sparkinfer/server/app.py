@@ -14,7 +14,7 @@ from starlette.routing import Route
 import sparkinfer
 from sparkinfer.engine.client import EngineDied
 from sparkinfer.errors import RequestError
-from sparkinfer.identity import engine_digest, model_digest
+from sparkinfer.identity import digest_of, engine_digest, file_digests, model_files
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS
 from sparkinfer.server import params
 from sparkinfer.server.errors import HttpError
@@ -54,13 +54,14 @@ async def info(request: Request) -> Response:
     state = _state(request)
     if state.digests is None:
         state.digests = asyncio.ensure_future(asyncio.to_thread(_digests, state))
-    engine, model = await state.digests
+    engine, files = await state.digests
     return _json(
         {
             "version": sparkinfer.__version__,
             "engine_digest": engine,
             "model": state.model_name,
-            "model_digest": model,
+            "model_digest": digest_of(files),
+            "model_files": files,
             "limits": {**state.engine_info.get("limits", {}), "max_queue": state.settings.max_queue},
             "settings": state.settings.as_dict(),
             "engine": state.engine_info,
@@ -68,8 +69,8 @@ async def info(request: Request) -> Response:
     )
 
 
-def _digests(state: ServerState) -> tuple[str, str]:
-    return engine_digest(), model_digest(state.folder)
+def _digests(state: ServerState) -> tuple[str, dict[str, str]]:
+    return engine_digest(), file_digests(model_files(state.folder))
 
 
 async def capacity(request: Request) -> Response:

@@ -23,6 +23,7 @@ import uvicorn
 from sparkinfer.engine.client import ENGINE_COMMAND, EngineClient
 from sparkinfer.engine.ipc import EngineOptions
 from sparkinfer.errors import CheckpointError, EnvironmentProblem
+from sparkinfer.models.hub import resolve_model
 from sparkinfer.server.app import build_app
 from sparkinfer.server.errors import HttpError
 from sparkinfer.server.metrics import Metrics
@@ -59,12 +60,8 @@ class _Server(uvicorn.Server):
 
 
 def check_model_folder(model: str) -> Path:
-    """The model's folder. Raises CheckpointError."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"no model folder {model!r}: give the path of a folder with config.json and *.safetensors"
-        )
+    """The model's folder, fetched if `model` is a hub id with a commit. Raises CheckpointError, EnvironmentProblem."""
+    folder = resolve_model(model)
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise CheckpointError(f"{model}: {name} is missing, so this is no complete model folder")

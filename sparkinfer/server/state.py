@@ -29,7 +29,7 @@ class ServerState:
     metrics: Metrics
     tokenizer: ServerTokenizer | None = None
     draining: bool = False
-    digests: asyncio.Task[tuple[str, str]] | None = field(default=None, repr=False)
+    digests: asyncio.Task[tuple[str, dict[str, str]]] | None = field(default=None, repr=False)
 
     @property
     def is_ready(self) -> bool:
