@@ -57,9 +57,9 @@ class GpuOps:
 
 
 def _moe() -> dict[str, Op]:
-    from sparkinfer_kernels.moe import gpu as moe
+    from sparkinfer_kernels.moe import library
 
-    return {"prepare_moe": moe.prepare_moe, "make_moe_workspace": moe.make_workspace, "moe": moe.moe}
+    return {"prepare_moe": library.LibraryMoe, "make_moe_workspace": library.make_workspace, "moe": library.moe}
 
 
 def triton_ops() -> GpuOps:

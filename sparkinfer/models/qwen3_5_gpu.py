@@ -15,6 +15,7 @@ from sparkinfer_kernels.gpu_ops import GpuOps
 from sparkinfer_kernels.rotary.reference import rotary_table
 
 from sparkinfer.models.config import FULL, ModelConfig
+from sparkinfer.models.gpu_moe import MoeMlp, Reader
 from sparkinfer.models.gpu_weights import GpuWeights, Projection, Rows
 from sparkinfer.models.loader import WeightSource
 from sparkinfer.models.qwen3_5 import Caches
@@ -91,6 +92,7 @@ class Workspaces:
     attention: object
     gdn_decode: object
     gdn_prefill: object
+    moe: object
 
 
 class GatedDeltaNet:
@@ -203,7 +205,7 @@ class Layer:
     """One decoder layer's parts."""
 
     mixer: GatedDeltaNet | Attention
-    mlp: DenseMlp
+    mlp: DenseMlp | MoeMlp
     norm1_mixer: torch.Tensor
     norm1_mlp: torch.Tensor
 
@@ -252,9 +254,10 @@ class GpuModel:
             mixer = Attention(config, weights, f"{prefix}self_attn.", index)
         else:
             mixer = GatedDeltaNet(config, weights, f"{prefix}linear_attn.", index)
+        block = MoeMlp if config.num_experts else DenseMlp
         return Layer(
             mixer=mixer,
-            mlp=DenseMlp(config, weights, f"{prefix}mlp."),
+            mlp=block(config, weights, f"{prefix}mlp."),
             norm1_mixer=weights.norm1(f"{prefix}input_layernorm.weight", config.hidden_size),
             norm1_mlp=weights.norm1(f"{prefix}post_attention_layernorm.weight", config.hidden_size),
         )
@@ -305,7 +308,7 @@ class GpuModel:
         y: torch.Tensor,
         residual: torch.Tensor,
         norm1: torch.Tensor,
-        reader: Projection,
+        reader: Reader,
         picked: torch.Tensor | None = None,
     ) -> tuple[Rows, torch.Tensor]:
         """Add a sublayer's output to the residual and norm the sum for the projection that reads it."""

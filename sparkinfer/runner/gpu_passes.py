@@ -76,7 +76,10 @@ class Passes:
             heads = ops.gdn_heads(config.linear_key_heads, config.linear_value_heads)
             decode = ops.make_gdn_decode_workspace(max(shape.decode for shape in shapes), heads.key, device)
             prefill = ops.make_gdn_prefill_workspace(most, max(shape.sequences for shape in shapes), heads, device)
-        return Workspaces(None, decode, prefill)
+        moe = (
+            ops.make_moe_workspace(config, max(shape.rows for shape in shapes), device) if config.num_experts else None
+        )
+        return Workspaces(None, decode, prefill, moe)
 
     def inputs(self, shape: PassShape) -> PassInputs:
         """A shape's tensors: views of `words`, and its work lists."""

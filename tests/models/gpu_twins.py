@@ -214,6 +214,12 @@ class PlainMoe:
     top_k: int
 
 
+def prepare_moe(router, gate_up, down, shared_gate_up, shared_down, top_k):  # type: ignore[no-untyped-def]
+    """As the reference lays them out."""
+    parts = router.t(), gate_up.transpose(1, 2), down.transpose(1, 2), shared_gate_up.t(), shared_down.t()
+    return PlainMoe(tuple(part.contiguous() for part in parts), top_k)
+
+
 def moe(x, weights, workspace, out=None):  # type: ignore[no-untyped-def]
     y = moe_reference.moe(x, *weights.parts, weights.top_k)
     return y if out is None else out.copy_(y)
@@ -250,7 +256,7 @@ def twin_ops() -> GpuOps:
         plan_gdn_prefill=_nothing,
         gdn_decode=gdn_decode,
         gdn_prefill=gdn_prefill,
-        prepare_moe=_nothing,
+        prepare_moe=prepare_moe,
         make_moe_workspace=_nothing,
         moe=moe,
         make_sampler_workspace=_nothing,
