@@ -19,7 +19,7 @@ from sparkinfer.errors import CheckpointError
 from sparkinfer.models.config import ModelConfig
 from sparkinfer.models.dummy import DummySource
 from sparkinfer.models.reader import Reader, load_order, make_reader
-from sparkinfer.models.safetensors_file import Entry, read_entries
+from sparkinfer.models.safetensors_file import DTYPES, Entry, read_entries
 from sparkinfer.quantization import fp8, nvfp4
 from sparkinfer.quantization.fp8 import Fp8BlockParts
 from sparkinfer.quantization.nvfp4 import Nvfp4Parts
@@ -83,7 +83,7 @@ class SafetensorsSource:
         self._reader = reader or make_reader(sorted(language, key=load_order), torch.device(device))
         self._checks: list[tuple[str, torch.Tensor, SecondLook | None]] = []
 
-    def _stored(self, name: str) -> str:
+    def stored(self, name: str) -> str:
         """The name under which a text-only checkpoint's tensor is stored here."""
         return self._rename + name.removeprefix("model.") if name.startswith("model.") else name
 
@@ -92,7 +92,7 @@ class SafetensorsSource:
 
     def _part(self, name: str, suffix: str) -> str:
         """Where a part of the quantised weight `name` is stored; experts that are fused have no `.weight`."""
-        stored = self._stored(name)
+        stored = self.stored(name)
         if stored.endswith(".weight"):
             return stored.removesuffix("weight") + suffix
         return stored + suffix.removeprefix("weight")
@@ -100,16 +100,20 @@ class SafetensorsSource:
     def has(self, name: str) -> bool:
         """See `WeightSource`."""
         scheme = self._scheme(name)
-        return self._stored(name) in self._entries or (
+        return self.stored(name) in self._entries or (
             scheme is not None and self._part(name, scheme.weight) in self._entries
         )
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of what `get` gives. Raises CheckpointError for a tensor that is missing."""
+        return self._dtype if self._scheme(name) is not None else DTYPES[self._entry(self.stored(name)).dtype]
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """See `WeightSource`."""
         parts = self.quantised(name, shape)
         if parts is not None:
             return parts.dequantise(self._dtype)
-        return self._read(self._stored(name), shape, FLOAT_DTYPES, "config.json calls for {}")
+        return self._read(self.stored(name), shape, FLOAT_DTYPES, "config.json calls for {}")
 
     def quantised(self, name: str, shape: tuple[int, ...] | None = None) -> Nvfp4Parts | Fp8BlockParts | None:
         """See `WeightSource`."""
