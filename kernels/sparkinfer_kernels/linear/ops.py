@@ -78,8 +78,8 @@ def linear(
         workspace: of `make_workspace` for this weight and at least M rows.
         out: [M, N] bf16, contiguous; made if None.
         x_fp8: [M, K] float8_e4m3fn and
-        x_scale: [M] fp32, x = x_fp8 * x_scale: used by weights with an FP8 copy when M > `SKINNY_ROWS`. Without them `x`
-            is quantised here.
+        x_scale: [M] fp32, x = x_fp8 * x_scale: used by weights with an FP8 copy when M > `SKINNY_ROWS`. Without them
+            `x` is quantised here.
 
     Returns:
         `out`.

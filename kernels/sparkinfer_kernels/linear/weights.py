@@ -127,7 +127,7 @@ def prepare_nvfp4(parts: Sequence[Nvfp4Parts], gate_up: bool = False, fp8: bool 
         parts: matrices on the target device, each with any N_i and K a multiple of 16.
         gate_up: `parts` are gate and up of one MLP (N_i multiples of 8): rows are interleaved, so that SwiGLU can be
             applied where they are computed.
-        fp8: also keep an e4m3 copy with row scales 1.5 * 2^k for many rows (left out where N or K is no multiple of 16).
+        fp8: also keep an e4m3 copy with row scales 1.5 * 2^k for many rows (not where N or K is no multiple of 16).
 
     Raises:
         ValueError: shapes do not fit together, or a block scale is negative or NaN.

@@ -1,0 +1,130 @@
+"""Products with few rows: launches the memory-bound kernels with the parameters measured for each shape.
+
+`tuned.json` holds, by architecture and number of token columns, rows [N, K, parameters] of measured shapes; a product
+takes the parameters of the nearest shape. Nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from sparkinfer_kernels.linear import skinny_kernel
+from sparkinfer_kernels.linear.weights import Fp8BlockWeight, Fp8RowWeight, Nvfp4Weight
+
+PARTIALS = 1 << 23
+"""fp32 elements of a workspace for partial sums."""
+COUNTERS = 1 << 14
+TOKENS = (8, 16, 32, 64)
+"""Token columns that a kernel is built for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Parameters of the kernel, see `skinny_kernel.nvfp4_skinny_kernel`."""
+
+    wk: int
+    wn: int
+    rt: int
+    kb: int
+    stages: int
+    split: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight that one block handles."""
+        return self.wn * self.rt * 16
+
+
+FALLBACK = Config(wk=4, wn=1, rt=1, kb=1, stages=3, split=1)
+
+
+@cache
+def _table() -> dict[str, dict[int, list[tuple[int, int, Config]]]]:
+    stored = json.loads(Path(__file__).with_name("tuned.json").read_text())
+    return {
+        arch: {int(bm): [(n, k, Config(*values)) for n, k, *values in rows] for bm, rows in by_tokens.items()}
+        for arch, by_tokens in stored.items()
+    }
+
+
+@cache
+def config_for(arch: str, tokens: int, n: int, k: int) -> Config:
+    """Parameters of the nearest measured shape (by ratios of N and K); one warp a row tile where none is known."""
+    rows = _table().get(arch, {}).get(tokens, [])
+    if not rows:
+        return FALLBACK
+    best = min(rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1])))[2]
+    blocks = -(-k // 128)
+    kb = best.kb if blocks >= best.kb else 1
+    return replace(best, kb=kb, split=max(1, min(best.split, blocks // (best.wk * kb))))
+
+
+@cache
+def architecture(index: int) -> str:
+    """E.g. "sm_90"."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+def product(
+    x: torch.Tensor,
+    weight: Nvfp4Weight | Fp8RowWeight | Fp8BlockWeight,
+    partials: torch.Tensor,
+    counters: torch.Tensor,
+    out: torch.Tensor,
+    activate: bool = False,
+    config: Config | None = None,
+) -> None:
+    """x @ weight.T for up to 64 rows; SwiGLU of the two halves with `activate`.
+
+    Args:
+        x: [M, K] bf16, rows contiguous and their stride a multiple of 8.
+        weight: [N, K].
+        partials, counters: of a workspace.
+        out: [M, N] bf16 contiguous, [M, N / 2] with `activate`.
+        config: other parameters than the tuned ones (for measuring).
+    """
+    m, (n, k) = x.shape[0], weight.shape
+    tokens = next(bm for bm in TOKENS if bm >= m)
+    index = torch.cuda.current_device() if x.device.index is None else x.device.index
+    chosen = config or config_for(architecture(index), tokens, n, k)
+    row_tiles = -(-n // 16)
+    blocks = -(-row_tiles * 16 // chosen.rows)
+    needed = blocks * chosen.split * chosen.rows * tokens
+    if chosen.split > 1 and (needed > partials.numel() or blocks > counters.numel()):
+        raise ValueError(
+            f"partial sums of {needed} elements in {blocks} blocks exceed the workspace ({partials.numel()},"
+            f" {counters.numel()}): a smaller split for N = {n} is needed in tuned.json"
+        )
+    if not isinstance(weight, Nvfp4Weight):
+        raise ValueError("the FP8 kernel for few rows is not built yet")
+    skinny_kernel.nvfp4_skinny_kernel[(blocks, chosen.split)](
+        x,
+        x.stride(0),
+        weight.codes.view(torch.int32),
+        weight.scales.view(torch.int32),
+        weight.row_scales,
+        out,
+        partials,
+        counters,
+        m,
+        n,
+        k,
+        row_tiles,
+        BM=tokens,
+        WK=chosen.wk,
+        WN=chosen.wn,
+        RT=chosen.rt,
+        KB=chosen.kb,
+        STAGES=chosen.stages,
+        SPLIT=chosen.split > 1,
+        GATE_UP=weight.gate_up,
+        ACTIVATE=activate,
+        num_warps=chosen.wk * chosen.wn,
+    )
