@@ -85,3 +85,26 @@ def test_groups_hold_every_row_once_and_respect_the_limit():
     assert rows == list(range(len(contexts)))
     for group in groups:
         assert group.count == 1 or len(group.blocks) * BLOCK <= attention.GROUP_TOKENS
+
+
+@pytest.mark.parametrize(("length", "start"), [(128, 0), (129, 0), (200, 37), (300, 0), (191, 512)])
+@pytest.mark.parametrize(("hq", "hkv"), [(4, 2), (3, 1), (2, 2)])
+def test_bfloat16_prompts_go_by_tiles_as_near_to_fp64_as_at_once(length, start, hq, hkv):
+    g = torch.Generator().manual_seed(length + start)
+    d = 32
+    q = torch.randn(length, hkv, hq // hkv, d, generator=g).bfloat16()
+    k, v = (torch.randn(start + length, hkv, d, generator=g).bfloat16() for _ in range(2))
+    expected = naive(q.reshape(length, hq, d), k, v, start, d**-0.5)
+    tiles = attention._causal_by_tiles(q, k, v, d**-0.5).reshape(length, hq, d).double()
+    at_once = attention._causal_at_once(q, k, v, d**-0.5).reshape(length, hq, d).double()
+    # Weights and result are rounded to 8 bits: the mean error tells the method, the largest one is chance.
+    assert (tiles - expected).abs().mean() <= 1.2 * (at_once - expected).abs().mean()
+    assert (tiles - expected).abs().max() <= 2**-7 * expected.abs().max()
+    q_pass, k_pass = q.reshape(length, hq, d), k[start:]
+    spans = [
+        attention.PrefillSpan(0, length, start, None if start == 0 else torch.arange(-(-(start + length) // BLOCK)))
+    ]
+    cache = torch.zeros(2, -(-(start + length) // BLOCK), BLOCK, hkv, d, dtype=torch.bfloat16)
+    attention.write_kv(k, v, cache[0], cache[1], torch.arange(start + length))
+    got = attention.attention_prefill(q_pass, k_pass, v[start:], cache[0], cache[1], spans, d**-0.5)
+    assert torch.equal(got.double(), tiles)

@@ -15,6 +15,9 @@ import torch.nn.functional as F
 
 GROUP_TOKENS = 2048
 """Padded KV tokens gathered at once by decode: small enough to stay in a core's cache between gather and use."""
+TILED_FROM = 128
+"""Queries of one span from which bfloat16 attention goes tile by tile on a CPU; below, one call is as fast."""
+TILE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +154,55 @@ def attention_prefill(
     out = torch.empty(total, hq, d, dtype=q.dtype, device=q.device)
     for span in spans:
         tokens = slice(span.first, span.first + span.length)
-        # The heads of one key head stand in the batch dimension: keys are shared by a stride of zero, not copied.
-        q_span = q[tokens].view(span.length, hkv, hq // hkv, d).permute(2, 1, 0, 3)
-        mask = None
+        q_span = q[tokens].view(span.length, hkv, hq // hkv, d)
         if span.blocks is None:
             k_span, v_span = k[tokens], v[tokens]
         else:
             context = span.start + span.length
             k_span = k_cache.index_select(0, span.blocks).view(-1, hkv, d)[:context]
             v_span = v_cache.index_select(0, span.blocks).view(-1, hkv, d)[:context]
-            at = torch.arange(span.start, context, device=q.device)
-            mask = torch.arange(context, device=q.device) <= at[:, None]
-        k_span = k_span.transpose(0, 1).expand(hq // hkv, -1, -1, -1)
-        v_span = v_span.transpose(0, 1).expand(hq // hkv, -1, -1, -1)
-        result = F.scaled_dot_product_attention(
-            q_span, k_span, v_span, attn_mask=mask, is_causal=mask is None, scale=scale
-        )
-        out[tokens].view(span.length, hkv, hq // hkv, d).copy_(result.permute(2, 1, 0, 3))
+        by_tiles = q.dtype == torch.bfloat16 and q.device.type == "cpu" and span.length >= TILED_FROM
+        attend = _causal_by_tiles if by_tiles else _causal_at_once
+        out[tokens].view(q_span.shape).copy_(attend(q_span, k_span, v_span, scale))
     return out
+
+
+def _causal_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """The last queries of a sequence against all its keys: q [L, Hkv, G, D], k and v [N, Hkv, D] to [L, Hkv, G, D]."""
+    length, _, group, _ = q.shape
+    context = k.shape[0]
+    mask = None
+    if length < context:
+        at = torch.arange(context - length, context, device=q.device)
+        mask = torch.arange(context, device=q.device) <= at[:, None]
+    # The heads of one key head stand in the batch dimension: keys are shared by a stride of zero, not copied.
+    k = k.transpose(0, 1).expand(group, -1, -1, -1)
+    v = v.transpose(0, 1).expand(group, -1, -1, -1)
+    result = F.scaled_dot_product_attention(
+        q.permute(2, 1, 0, 3), k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return result.permute(2, 1, 0, 3)
+
+
+def _causal_by_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """As `_causal_at_once`, tile of queries by tile, each against the keys it may see; for bfloat16 on a CPU.
+
+    Scores and softmax are fp32, weights are rounded to bfloat16 before they meet the values, as in
+    FlashAttention (arXiv 2205.14135). torch's own kernel takes both products at the rate of fp32; here the second
+    runs at that of bfloat16.
+    """
+    length, heads, group, d = q.shape
+    before = k.shape[0] - length
+    out = torch.empty(heads, group, length, d, dtype=q.dtype)
+    queries = q.permute(1, 2, 0, 3).float().mul_(scale)
+    keys, values = k.permute(1, 2, 0).float(), v.transpose(0, 1)
+    for first in range(0, length, TILE_ROWS):
+        rows = min(TILE_ROWS, length - first)
+        seen = before + first + rows
+        tile = queries[:, :, first : first + rows].reshape(heads, group * rows, d)
+        scores = torch.bmm(tile, keys[:, :, :seen]).view(heads, group, rows, seen)
+        later = torch.ones(rows, rows, dtype=torch.bool).triu_(1)
+        scores[..., seen - rows :].masked_fill_(later, float("-inf"))
+        weights = torch.softmax(scores, -1).to(q.dtype).view(heads, group * rows, seen)
+        out[:, :, first : first + rows] = torch.bmm(weights, values[:, :seen]).view(heads, group, rows, d)
+    return out.permute(2, 0, 1, 3)
