@@ -17,6 +17,8 @@ class TileConfig:
     """Query rows of a tile (prefill only: decode pads a key head's query heads to 16)."""
     programs: int = 2
     """Programs that one multiprocessor runs at a time (decode only: sets how finely a step is cut)."""
+    batch: int = 8
+    """Pieces that the combine loads at once (decode only)."""
 
 
 DECODE: dict[int, TileConfig] = {

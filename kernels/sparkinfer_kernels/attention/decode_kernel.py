@@ -46,6 +46,7 @@ def _combine(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     MAX_PIECES: tl.constexpr,
+    BATCH: tl.constexpr,
 ):
     """Weighted sum of a row's pieces: [ROWS, D]. Read past the first-level cache: other programs wrote them."""
     r = tl.arange(0, ROWS)
@@ -62,8 +63,8 @@ def _combine(
     top = tl.where(r < GROUP, top, 0.0)
     total = tl.sum(tl.exp2(lse - top[None, :]), axis=0)
     value = tl.zeros([ROWS, D], dtype=tl.float32)
-    for begin in range(0, pieces, 4):
-        for step in tl.static_range(4):
+    for begin in range(0, pieces, BATCH):
+        for step in tl.static_range(BATCH):
             piece = begin + step
             live = (r < GROUP) & (piece < pieces)
             base = ((first + piece) * HKV + head) * GROUP
@@ -97,8 +98,10 @@ def attention_decode_kernel(
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     FP8: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     MAX_PIECES: tl.constexpr,
+    BATCH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Grid (Hkv, items)."""
@@ -119,6 +122,7 @@ def attention_decode_kernel(
             q_ptr + row * (HQ * D) + (head * GROUP + r)[:, None] * D + c[None, :], mask=live[:, None], other=0.0
         )
         if FP8:
+            q = q.to(tl.float16)
             scale_log2 *= tl.load(scales_ptr + head)
         table_ptr += row * table_stride
         top = tl.full([16], float("-inf"), dtype=tl.float32)
@@ -127,13 +131,16 @@ def attention_decode_kernel(
         block = tl.load(table_ptr + (begin + t) // 16, mask=begin + t < end, other=0)
         for at in tl.range(begin, end, TOKENS, num_stages=STAGES):
             seen = at + t < end
-            place = ((block.to(tl.int64) * 16 + t % 16) * HKV + head) * D
+            if WIDE:
+                block = block.to(tl.int64)
+            place = ((block * 16 + t % 16) * HKV + head) * D
             k = tl.load(k_cache_ptr + place[:, None] + c[None, :], mask=seen[:, None], other=0.0)
             v = tl.load(v_cache_ptr + place[:, None] + c[None, :], mask=seen[:, None], other=0.0)
             block = tl.load(table_ptr + (at + TOKENS + t) // 16, mask=at + TOKENS + t < end, other=0)
             if FP8:
-                k = k.to(q.dtype)
-                v = v.to(q.dtype)
+                # Every e4m3 value is exact in fp16, and the hardware converts to nothing else.
+                k = k.to(tl.float16)
+                v = v.to(tl.float16)
             s = tl.dot(q, tl.trans(k)) * scale_log2
             s = tl.where(seen[None, :], s, float("-inf"))
             higher = tl.maximum(top, tl.max(s, axis=1))
@@ -156,5 +163,5 @@ def attention_decode_kernel(
             done = tl.atomic_add(counters_ptr + row * HKV + head, 1, sem="acq_rel")
             if done == pieces - 1:
                 tl.store(counters_ptr + row * HKV + head, 0)
-                whole = _combine(partial_ptr, lse_ptr, first, pieces, head, HKV, D, GROUP, ROWS, MAX_PIECES)
+                whole = _combine(partial_ptr, lse_ptr, first, pieces, head, HKV, D, GROUP, ROWS, MAX_PIECES, BATCH)
                 _finish(whole, gate_ptr, out_ptr, row, gate_stride, head, HQ, D, GROUP, ROWS)

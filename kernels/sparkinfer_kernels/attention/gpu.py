@@ -223,8 +223,10 @@ def attention_decode(
         D=workspace.head_dim,
         TOKENS=config.tokens,
         FP8=fp8,
+        WIDE=k_cache.numel() >= 2**31,
         ROWS=triton.next_power_of_2(workspace.heads // workspace.kv_heads),
         MAX_PIECES=MAX_PIECES,
+        BATCH=config.batch,
         STAGES=config.stages,
         num_warps=config.warps,
     )
@@ -289,6 +291,7 @@ def attention_prefill(
         M=config.rows,
         N=config.tokens,
         FP8=fp8,
+        WIDE=k_cache.numel() >= 2**31,
         STAGES=config.stages,
         num_warps=config.warps,
     )

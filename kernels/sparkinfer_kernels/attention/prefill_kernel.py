@@ -29,6 +29,7 @@ def _attend(
     D: tl.constexpr,
     N: tl.constexpr,
     FP8: tl.constexpr,
+    WIDE: tl.constexpr,
     MASK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -37,7 +38,9 @@ def _attend(
     c = tl.arange(0, D)
     block = tl.load(table_ptr + (begin + t) // 16, mask=begin + t < context, other=0)
     for at in tl.range(begin, end, N, num_stages=STAGES):
-        place = ((block.to(tl.int64) * 16 + t % 16) * HKV + head) * D
+        if WIDE:
+            block = block.to(tl.int64)
+        place = ((block * 16 + t % 16) * HKV + head) * D
         if MASK:
             seen = at + t < context
             k = tl.load(k_cache_ptr + place[:, None] + c[None, :], mask=seen[:, None], other=0.0)
@@ -47,8 +50,9 @@ def _attend(
             v = tl.load(v_cache_ptr + place[:, None] + c[None, :])
         block = tl.load(table_ptr + (at + N + t) // 16, mask=at + N + t < context, other=0)
         if FP8:
-            k = k.to(q.dtype)
-            v = v.to(q.dtype)
+            # Every e4m3 value is exact in fp16, and the hardware converts to nothing else.
+            k = k.to(tl.float16)
+            v = v.to(tl.float16)
         s = tl.dot(q, tl.trans(k))
         if MASK:
             s = tl.where((at + t)[None, :] <= position[:, None], s * scale_log2, float("-inf"))
@@ -86,6 +90,7 @@ def attention_prefill_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     FP8: tl.constexpr,
+    WIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Grid (Hq, tiles): the query heads of a key head run side by side and share its keys in the second-level cache."""
@@ -105,6 +110,7 @@ def attention_prefill_kernel(
         token = (first + within + m).to(tl.int64)
         q = tl.load(q_ptr + (token * HQ + head)[:, None] * D + c[None, :], mask=live[:, None], other=0.0)
         if FP8:
+            q = q.to(tl.float16)
             scale_log2 *= tl.load(scales_ptr + kv_head)
         position = start + within + m
         context = start + tl.minimum(within + M, length)
@@ -115,11 +121,11 @@ def attention_prefill_kernel(
         acc = tl.zeros([M, D], dtype=tl.float32)
         acc, top, total = _attend(
             q, acc, top, total, k_cache_ptr, v_cache_ptr, table_ptr, 0, free, context, position, kv_head, scale_log2,
-            HKV, D, N, FP8, False, STAGES,
+            HKV, D, N, FP8, WIDE, False, STAGES,
         )  # fmt: skip
         acc, top, total = _attend(
             q, acc, top, total, k_cache_ptr, v_cache_ptr, table_ptr, free, context, context, position, kv_head,
-            scale_log2, HKV, D, N, FP8, True, STAGES,
+            scale_log2, HKV, D, N, FP8, WIDE, True, STAGES,
         )  # fmt: skip
         value = acc / total[:, None]
         if FP8:

@@ -1,0 +1,170 @@
+"""The GPU's paged attention against fp64, on ragged lengths, with padding; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreter_fixes import fix_interpreter
+from sparkinfer_kernels.attention import gpu as attention
+from sparkinfer_kernels.attention.configs import DECODE, PREFILL, TileConfig
+from sparkinfer_kernels.rotary.gpu import gate_view
+
+fix_interpreter()
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+D = 256
+LENGTHS = [1, 2, 15, 16, 17, 100, 1]
+SPANS = [(0, 17), (15, 1), (16, 60), (0, 0), (33, 16), (100, 2)]
+"""(cached, new) tokens."""
+
+
+def oracle(q, gate, k, v, start):
+    group = q.shape[1] // k.shape[1]
+    q, gate, k, v = (x.double() for x in (q, gate, k, v))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("lhd,chd->hlc", q, k) * D**-0.5
+    own = start + torch.arange(q.shape[0], device=q.device)
+    scores.masked_fill_(torch.arange(k.shape[0], device=q.device) > own[:, None], -torch.inf)
+    return torch.einsum("hlc,chd->lhd", scores.softmax(-1), v) * gate.sigmoid()
+
+
+class Pool:
+    """One layer's cache with shuffled blocks; the last block is the dummy, and unused table entries point nowhere."""
+
+    def __init__(self, lengths, kv_heads, fp8=False):
+        needed = [-(-length // 16) for length in lengths]
+        blocks = sum(needed) + 1
+        self.kv = torch.randn(2, blocks, 16, kv_heads, D, device=DEVICE).bfloat16()
+        self.scales = None
+        if fp8:
+            self.scales = torch.rand(2, kv_heads, device=DEVICE) * 0.02 + 0.01
+            self.kv = (self.kv.float() / self.scales.view(2, 1, 1, -1, 1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        self.table = torch.full((len(lengths), max(needed) + 2), 2**24, dtype=torch.int32)
+        order = torch.randperm(blocks - 1, dtype=torch.int32)
+        for row, parts in enumerate(order.split(needed)):
+            self.table[row, : len(parts)] = parts
+        self.table = self.table.to(DEVICE)
+
+    def tokens(self, row, count):
+        at = torch.arange(count, device=DEVICE)
+        place = self.table[row, at // 16].long() * 16 + at % 16
+        pair = self.kv.float().flatten(1, 2)[:, place]
+        return pair if self.scales is None else pair * self.scales.view(2, 1, -1, 1)
+
+
+def queries(count, heads, kv_heads):
+    proj = torch.randn(count, 2 * (heads + kv_heads) * D, device=DEVICE).bfloat16()
+    return torch.randn(count, heads, D, device=DEVICE).bfloat16(), gate_view(proj, heads, kv_heads, D)
+
+
+def relative(got, expected):
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "config", "fp8"),
+    [
+        (2, 1, None, False),
+        (6, 1, TileConfig(32, 4, 2, programs=1), False),
+        (16, 2, DECODE[120], False),
+        (2, 1, None, True),
+        *(
+            pytest.param(heads, kv, config, fp8, marks=pytest.mark.gpu)
+            for heads, kv in ((24, 4), (16, 2))
+            for config in (DECODE[90], DECODE[120])
+            for fp8 in (False, True)
+        ),
+    ],
+)
+def test_decode(heads, kv_heads, config, fp8):
+    pool = Pool(LENGTHS, kv_heads, fp8)
+    n = len(LENGTHS)
+    q, gate = queries(n, heads, kv_heads)
+    pool.table[-1, 0] = pool.kv.shape[1] - 1  # a padding row: one token of the dummy block
+    pool.kv[:, -1] = 1.0
+    work = attention.make_workspace(n + 2, 0, 0, heads, kv_heads, D, DEVICE, decode_config=config)
+    attention.plan(work, torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE) - 1)
+    k_cache, v_cache = pool.kv
+    outs = []
+    for _ in range(2):  # the second launch finds the counters as the first left them
+        out = torch.full((n, heads, D), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+        attention.attention_decode(q, gate, k_cache, v_cache, pool.table, D**-0.5, work, out, pool.scales)
+        outs.append(out)
+    assert torch.equal(*outs)
+    for row, length in enumerate(LENGTHS):
+        expected = oracle(q[row : row + 1], gate[row : row + 1], *pool.tokens(row, length), length - 1)
+        assert relative(out[row : row + 1], expected) < 6e-3
+
+
+def test_plan_covers_every_token_once():
+    for lengths in ([1], [1200], [5000, 1, 1, 1], [300] * 20, [1] * 33, [16, 17, 64, 65, 4096] * 3):
+        work = attention.make_workspace(len(lengths), 0, 0, 2, 1, D, DEVICE)
+        attention.plan(work, torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1)
+        seen = {row: [] for row in range(len(lengths))}
+        for row, begin, end, _ in work.decode_items.tolist():
+            if row >= 0:
+                assert begin < end
+                assert begin % 16 == 0
+                seen[row].append((begin, end))
+        for row, length in enumerate(lengths):
+            pieces = seen[row]
+            assert [begin for begin, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+            assert pieces[-1][1] == length
+            assert work.decode_pieces[row, 1].item() == len(pieces) <= 32
+
+
+def test_plan_may_be_reused_for_shorter_steps():
+    work = attention.make_workspace(4, 64, 2, 2, 1, D, DEVICE, prefill_config=TileConfig(16, 4, 2, rows=16))
+    both = torch.tensor([900, 900, 900, 900], dtype=torch.int32, device=DEVICE), torch.tensor([0, 40, 64])
+    attention.plan(work, both[0], both[1].to(DEVICE, torch.int32), torch.zeros(2, dtype=torch.int32, device=DEVICE))
+    first = (work.decode_items[:, 0] >= 0).sum().item(), (work.prefill_tiles[:, 0] >= 0).sum().item()
+    short = torch.zeros(4, dtype=torch.int32, device=DEVICE), torch.tensor([0, 3, 3], device=DEVICE)
+    attention.plan(work, short[0], short[1].int(), torch.zeros(2, dtype=torch.int32, device=DEVICE))
+    second = (work.decode_items[:, 0] >= 0).sum().item(), (work.prefill_tiles[:, 0] >= 0).sum().item()
+    assert first[0] > 4
+    assert first[1] == 5
+    assert second == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "config", "fp8"),
+    [
+        (2, 1, TileConfig(16, 4, 2, rows=16), False),
+        (4, 2, TileConfig(64, 4, 2, rows=32), False),
+        (2, 1, PREFILL[120], True),
+        *(
+            pytest.param(heads, kv, config, fp8, marks=pytest.mark.gpu)
+            for heads, kv in ((24, 4), (16, 2), (2, 1))
+            for config in (PREFILL[90], PREFILL[120])
+            for fp8 in (False, True)
+        ),
+    ],
+)
+def test_prefill(heads, kv_heads, config, fp8):
+    pool = Pool([start + new for start, new in SPANS], kv_heads, fp8)
+    total = sum(new for _, new in SPANS)
+    q, gate = queries(total + 9, heads, kv_heads)
+    ends = torch.tensor([0] + [new for _, new in SPANS]).cumsum(0).to(DEVICE, torch.int32)
+    starts = torch.tensor([start for start, _ in SPANS], dtype=torch.int32, device=DEVICE)
+    work = attention.make_workspace(0, total + 9, len(SPANS) + 1, heads, kv_heads, D, DEVICE, prefill_config=config)
+    attention.plan(work, cu_seqlens=ends, starts=starts)
+    out = torch.full((total + 9, heads, D), 7.0, device=DEVICE, dtype=torch.bfloat16)
+    k_cache, v_cache = pool.kv
+    attention.attention_prefill(q, gate, k_cache, v_cache, pool.table, ends, starts, D**-0.5, work, out, pool.scales)
+    assert (out[total:] == 7).all(), "padding was written"
+    for row, (start, new) in enumerate(SPANS):
+        if new:
+            mine = slice(int(ends[row]), int(ends[row + 1]))
+            expected = oracle(q[mine], gate[mine], *pool.tokens(row, start + new), start)
+            assert relative(out[mine], expected) < 6e-3
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="at most 16"):
+        attention.make_workspace(1, 0, 0, 34, 2, D, DEVICE)
+    work = attention.make_workspace(1, 0, 0, 2, 1, D, DEVICE)
+    with pytest.raises(ValueError, match="2 decode rows in a workspace of 1"):
+        attention.plan(work, torch.zeros(2, dtype=torch.int32, device=DEVICE))
+    q, gate = queries(1, 2, 1)
+    cache = torch.zeros(2, 16, 1, D, device=DEVICE).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="kv_scales"):
+        attention.attention_decode(q, gate, cache, cache, torch.zeros(1, 1, dtype=torch.int32), 1.0, work, q)
