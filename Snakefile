@@ -15,6 +15,7 @@ include: "workflow/rules/model.smk"
 include: "workflow/rules/sweep.smk"
 include: "workflow/rules/arrivals.smk"
 include: "workflow/rules/checks.smk"
+include: "workflow/rules/accuracy.smk"
 include: "workflow/rules/report.smk"
 include: "workflow/rules/container.smk"
 

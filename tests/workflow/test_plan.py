@@ -176,3 +176,25 @@ def test_previous_release_becomes_a_third_engine_once_a_tag_exists(tree: Path, t
     done = subprocess.run(stale, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "has changed since the workflow started" in done.stderr
+
+
+def test_accuracy_gate_needs_both_engines_and_names_the_run(tree: Path) -> None:
+    plan = make_plan(ROOT, "release", for_target(settings(), "release"))
+    gate = f"results/{plan.run}/checks/accuracy-spark-tiny-dense.json"
+    assert gate in plan.checks()
+    assert gate not in plan.device_checks()
+    assert len(plan.device_checks()) == len(plan.checks()) - 1
+    with pytest.raises(ConfigError, match="engines lacks vllm: add it there, or take accuracy out of checks"):
+        make_plan(ROOT, "release", for_target(settings(engines=["sparkinfer"]), "release"))
+    with pytest.raises(ConfigError, match="unknown key 'accuracy.top_1': did you mean 'top1'"):
+        settings(accuracy={"top_1": 0.9})
+    assert run_name(tree, accuracy={"top1": 0.5}) != run_name(tree)
+
+
+def test_weights_are_random_only_where_they_are_generated() -> None:
+    plan = make_plan(ROOT, "release", for_target(settings(), "release"))
+    assert [model.random_weights for model in plan.models.values()] == [False]
+    assert "random" not in plan.settings["scale_statement"]
+    generated = {"name": "m", "source": {"generate": "dense"}, "dtype": "bfloat16"}
+    plan = make_plan(ROOT, "release", for_target(settings(models=[generated]), "release"))
+    assert plan.models["m"].random_weights

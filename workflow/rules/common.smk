@@ -25,7 +25,7 @@ from sparkinfer_containers.image.choice import Choice, choose
 from sparkinfer_eval.lease.process import descendants
 from sparkinfer_eval.plan.config import for_target, load_config
 from sparkinfer_eval.plan.engines import command
-from sparkinfer_eval.plan.run import engine_file, make_plan
+from sparkinfer_eval.plan.run import ACCURACY, engine_file, make_plan
 
 PYTHON = ".venv/bin/python"
 ENVIRONMENTS = ("engine", "vllm", "aiperf")
@@ -215,7 +215,7 @@ def cell_inputs(wildcards):
         f"{folder}/prompts/{wildcards.model}/b{wildcards.block}/{wildcards.cell}.jsonl",
         f"{folder}/run.json",
         # Checks need the device without a server on it, so they come first.
-        *plan_of(wildcards).checks(),
+        *plan_of(wildcards).device_checks(),
     ]
     return (
         [file for file in files if Path(file).exists()]

@@ -24,6 +24,9 @@ LOCKS_OF = {
     "cpu": ("torch-cpu.txt", "engine.txt", "aiperf.txt"),
     "cuda": ("torch-cuda.txt", "engine.txt", "aiperf.txt"),
 }
+ACCURACY = "accuracy"
+ACCURACY_ENGINES = ("sparkinfer", "vllm")
+"""The check that compares these two engines' answers (workflow/rules/accuracy.smk)."""
 LOCK_OF = {"cpu": "vllm.txt", "cuda": "vllm-cuda.txt"}
 
 
@@ -95,6 +98,10 @@ class Plan:
             for check in self.settings["checks"]
             for model in self.models
         ]
+
+    def device_checks(self) -> list[str]:
+        """Those that need the device without a server on it: all but the accuracy gate, which asks the servers."""
+        return [path for path in self.checks() if not Path(path).name.startswith(f"{ACCURACY}-")]
 
 
 def _engine_use(root: Path, engine: Engine, device: str, image_digest: str | None) -> EngineUse | None:
@@ -184,6 +191,16 @@ def _slots(
     return tuple(slots)
 
 
+def _check_accuracy(settings: Mapping[str, Any], engines: Mapping[str, EngineUse]) -> None:
+    """Raise ConfigError when the accuracy gate is asked for and an engine that it compares is not part of the run."""
+    absent = [name for name in ACCURACY_ENGINES if name not in engines]
+    if ACCURACY in settings["checks"] and absent:
+        raise ConfigError(
+            f"checks: {ACCURACY} compares {' with '.join(ACCURACY_ENGINES)}, and engines lacks {', '.join(absent)}: add "
+            f"it there, or take {ACCURACY} out of checks"
+        )
+
+
 def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of the caller that set up an engine (SPARKINFER_*, VLLM_*): they change what is measured."""
     own = {name: value for name, value in environ.items() if name.startswith(("SPARKINFER_", "VLLM_"))}
@@ -198,6 +215,7 @@ def make_plan(root: Path, target: str, settings: dict[str, Any], image_digest: s
     cells = resolve_cells(document, settings["scale"], overrides)
     engines = load_engines(root, settings, image_digest)
     models = load_models(root, settings, cells)
+    _check_accuracy(settings, engines)
     version = identity.project_version(root)
     # A smoke run says so in its name.
     profile = settings["profile"] if target == "release" else f"{settings['profile']}-{target}"
@@ -206,7 +224,7 @@ def make_plan(root: Path, target: str, settings: dict[str, Any], image_digest: s
         "models": {name: [m.definition, m.dtype, m.max_model_len] for name, m in models.items()},
         "cells": {name: cell_digest(cell) for name, cell in cells.items()},
         "design": [settings["blocks"], settings["reps"], settings["order_seed"], settings.get("prompt_seed", 1)],
-        "checks": settings["checks"],
+        "checks": [settings["checks"], settings.get("accuracy", {})],
         "locks": {
             name: identity.file_digest(root / "workflow" / "envs" / name) for name in LOCKS_OF[settings["device"]]
         },
