@@ -1,0 +1,17 @@
+"""Build, check, time and compare on a bare GPU host, one short phase a call: `python eval/gpu_host.py PHASE --help`.
+
+Phases: setup, checkpoint, check, bench, profile, serve, cells, stop, table. Servers outlive a call.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "eval", "kernels", "models")]
+
+from sparkinfer_eval.host.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(ROOT))

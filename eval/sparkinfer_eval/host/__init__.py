@@ -1,0 +1,1 @@
+"""Running the evaluation on a bare GPU host in short phases."""

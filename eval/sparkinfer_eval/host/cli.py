@@ -1,0 +1,118 @@
+"""Command line of eval/gpu_host.py. What needs packages that `setup` brings is imported late."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer_eval.host import servers
+from sparkinfer_eval.host.site import Host, install_wheels, program, unpack
+
+CHECKS = ("pack_ckpt_check", "prefix_check", "mixed_conc_check")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gpu_host.py", description="Evaluate on a bare GPU host, one phase a call.")
+    parser.add_argument("--work", type=Path, default=Path("gpu-host-work"), help="folder for all that is made")
+    phases = parser.add_subparsers(dest="phase", required=True, metavar="PHASE")
+    setup = phases.add_parser("setup", help="install wheels that came along, unpack vLLM and AIPerf")
+    setup.add_argument("--wheels", type=Path, action="append", default=[], help="folder of wheels")
+    setup.add_argument("--vllm", type=Path, help="folder with the parts of the vLLM bundle")
+    setup.add_argument("--aiperf", type=Path, help="folder with the parts of the AIPerf bundle")
+    made = phases.add_parser("checkpoint", help="write a seeded random checkpoint of real shape")
+    made.add_argument("--shape", choices=("27b", "35b"), required=True)
+    made.add_argument("--format", choices=("nvfp4", "fp8", "bf16"), default="nvfp4")
+    made.add_argument("--layers", type=int, help="keep only so many layers")
+    check = phases.add_parser("check", help="run correctness programs on the GPU")
+    check.add_argument("--only", default=",".join(CHECKS), help="which (default %(default)s)")
+    for name in ("bench", "profile"):
+        one = phases.add_parser(name, help=f"sparkinfer {name} of a model", add_help=True)
+        one.add_argument("rest", nargs=argparse.REMAINDER, help="-- and more flags")
+    serve = phases.add_parser("serve", help="start a server and wait for it; again: go on waiting")
+    cells = phases.add_parser("cells", help="measure cells of the running server")
+    for one in (check, phases.choices["bench"], phases.choices["profile"], serve):
+        one.add_argument("--model", required=True, help="name or folder")
+        one.add_argument("--timeout", type=float, default=300.0, help="seconds (default %(default)s)")
+    serve.add_argument("--engine", choices=("sparkinfer", "vllm"), required=True)
+    serve.add_argument("--column", choices=("exact", "fast"), default="exact")
+    serve.add_argument("--port", type=int, default=8100)
+    serve.add_argument("rest", nargs=argparse.REMAINDER, help="-- and more flags of the server")
+    cells.add_argument("--cells", default="all", help="cell ids separated by commas (default %(default)s)")
+    cells.add_argument("--load", choices=("tokens", "aiperf"), default="tokens")
+    cells.add_argument("--requests", type=int, help="requests of a cell, at least its concurrency")
+    cells.add_argument("--rep", type=int, default=1)
+    cells.add_argument("--seed", type=int, default=0)
+    for one in (cells, phases.add_parser("table", help="ratios of the cells that both engines have")):
+        one.add_argument("--run", default="quick", help="run name (default %(default)s)")
+    phases.add_parser("stop", help="end the running server")
+    return parser
+
+
+def _programs(host: Host, options: argparse.Namespace) -> int:
+    """Phases that run programs of ours on a model."""
+    model, logs = host.model(options.model), host.work / "logs"
+    if options.phase != "check":
+        rest = [part for part in options.rest if part != "--"]
+        report = str(logs / f"{options.phase}-{model.name}.json")
+        arguments = ["-m", "sparkinfer.cli", options.phase, str(model), "--device", "cuda", "--json", report, *rest]
+        return program(host, options.phase, arguments, logs / f"{options.phase}-{model.name}.log", options.timeout)
+    codes = []
+    for name in options.only.split(","):
+        report = str(logs / f"{name}-{model.name}.json")
+        arguments = [f"eval/{name}.py", str(model), "--device", "cuda", "--json", report]
+        codes.append(program(host, name, arguments, logs / f"{name}-{model.name}.log", options.timeout))
+    return max(codes)
+
+
+def _run(host: Host, options: argparse.Namespace) -> int:
+    match options.phase:
+        case "setup":
+            for wheels in options.wheels:
+                install_wheels(host, wheels)
+            for parts, target in ((options.vllm, host.vllm), (options.aiperf, host.aiperf)):
+                if parts is not None:
+                    unpack(parts, target)
+        case "checkpoint":
+            name = f"{options.shape}-{options.format}" + (f"-l{options.layers}" if options.layers else "")
+            more = ["--layers", str(options.layers)] if options.layers else []
+            arguments = ["models/random_checkpoint.py", str(host.work / "models" / name), "--shape", options.shape]
+            arguments += ["--format", options.format, *more]
+            return program(host, "checkpoint", arguments, host.work / "logs" / f"checkpoint-{name}.log", 300)
+        case "check" | "bench" | "profile":
+            return _programs(host, options)
+        case "serve":
+            rest = [part for part in options.rest if part != "--"]
+            model = host.model(options.model).resolve()
+            servers.start(host, options.engine, model, options.port, options.column, rest, options.timeout)
+        case "cells":
+            from sparkinfer_eval.host.cells import aiperf_cell, cells_of, quick_cell
+
+            server, codes = servers.running(host), [0]
+            for cell in cells_of(host, options.cells, options.requests):
+                if options.load == "tokens":
+                    quick_cell(host, options.run, server, cell, options.rep, options.seed)
+                else:
+                    codes.append(aiperf_cell(host, options.run, server, cell, options.rep, options.seed))
+            return max(codes)
+        case "table":
+            from sparkinfer_eval.host.cells import table
+
+            print(*table(host, options.run), sep="\n")
+        case "stop":
+            servers.stop(host)
+    return 0
+
+
+def main(root: Path, arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0 done, 1 a check failed, 2 bad input, 3 the machine cannot do it."""
+    options = _parser().parse_args(arguments)
+    host = Host(root, options.work.resolve())
+    host.work.mkdir(parents=True, exist_ok=True)
+    sys.path.append(str(host.site))
+    try:
+        return _run(host, options)
+    except SparkinferError as error:
+        print(f"gpu_host.py: {error}", file=sys.stderr)
+        return error.exit_code
