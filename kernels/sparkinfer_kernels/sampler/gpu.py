@@ -19,7 +19,7 @@ from sparkinfer_kernels.sampler.logprob_kernels import logprob_row_kernel, logpr
 
 MAX_TOP = 32
 """Most alternatives that `logprobs` reports."""
-CAPACITY = 16384
+CAPACITY = 8192
 """Values that the search for a pivot keeps in registers; more are read again at each step."""
 BAN_BLOCK = 128
 

@@ -1,0 +1,86 @@
+"""The attention kernels compile for both architectures within their shared memory, with the spills stated here."""
+
+from __future__ import annotations
+
+import pytest
+from aot import SHARED_LIMIT, KernelBuild, compile_kernels
+from sparkinfer_kernels.attention.configs import DECODE, MAX_PIECES, MIN_PIECE, PREFILL
+
+FOLDER = "sparkinfer_kernels.attention."
+SHAPES = {"27B": (24, 4, 8), "35B": (16, 2, 8), "tiny": (2, 1, 2)}
+"""Query heads, key heads, query heads of a key head as a power of two."""
+
+
+def decode(arch, model, fp8):
+    heads, kv_heads, rows = SHAPES[model]
+    config, cache = DECODE[arch], "*fp8e4nv" if fp8 else "*bf16"
+    signature = dict.fromkeys(("q_ptr", "gate_ptr", "out_ptr"), "*bf16")
+    signature |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache) | dict.fromkeys(
+        ("partial_ptr", "lse_ptr"), "*fp32"
+    )
+    signature |= dict.fromkeys(("table_ptr", "items_ptr", "pieces_ptr", "counters_ptr"), "*i32")
+    signature |= {"gate_stride": "i32", "table_stride": "i32", "scale_log2": "fp32"}
+    constexprs = {"HQ": heads, "HKV": kv_heads, "D": 256, "TOKENS": config.tokens, "FP8": fp8, "WIDE": False}
+    constexprs |= {"ROWS": rows, "MAX_PIECES": MAX_PIECES, "BATCH": config.batch, "STAGES": config.stages}
+    (signature if fp8 else constexprs)["scales_ptr"] = "*fp32" if fp8 else None
+    return KernelBuild(
+        FOLDER + "decode_kernel:attention_decode_kernel",
+        signature,
+        constexprs,
+        arch,
+        config.warps,
+        divisible=("gate_stride",),
+        sass=True,
+    )
+
+
+def prefill(arch, model, fp8):
+    heads, kv_heads, _ = SHAPES[model]
+    config, cache = PREFILL[arch], "*fp8e4nv" if fp8 else "*bf16"
+    signature = dict.fromkeys(("q_ptr", "gate_ptr", "out_ptr"), "*bf16")
+    signature |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
+    signature |= dict.fromkeys(("table_ptr", "cu_seqlens_ptr", "starts_ptr", "tiles_ptr"), "*i32")
+    signature |= {"gate_stride": "i32", "table_stride": "i32", "scale_log2": "fp32"}
+    constexprs = {"HQ": heads, "HKV": kv_heads, "D": 256, "M": config.rows, "N": config.tokens, "FP8": fp8}
+    constexprs |= {"WIDE": False, "STAGES": config.stages}
+    (signature if fp8 else constexprs)["scales_ptr"] = "*fp32" if fp8 else None
+    return KernelBuild(
+        FOLDER + "prefill_kernel:attention_prefill_kernel",
+        signature,
+        constexprs,
+        arch,
+        config.warps,
+        divisible=("gate_stride",),
+        sass=True,
+    )
+
+
+def plans(arch):
+    ints = dict.fromkeys(("positions_ptr", "items_ptr", "pieces_ptr"), "*i32") | {"n": "i32", "max_items": "i32"}
+    sizes = {"ROWS": 32, "ITEMS": 128, "MIN_PIECE": MIN_PIECE, "MAX_PIECES": MAX_PIECES}
+    yield KernelBuild(FOLDER + "plan_kernel:plan_decode_kernel", ints, sizes, arch, 8)
+    ints = dict.fromkeys(("cu_seqlens_ptr", "tiles_ptr"), "*i32") | {"n": "i32", "max_tiles": "i32"}
+    yield KernelBuild(
+        FOLDER + "plan_kernel:plan_prefill_kernel", ints, {"SEQUENCES": 32, "TILES": 128, "M": 128}, arch, 4
+    )
+
+
+@pytest.mark.parametrize("arch", [90, 120])
+def test_shipped_shapes(arch):
+    builds = [decode(arch, "27B", False), decode(arch, "35B", True), prefill(arch, "27B", False), *plans(arch)]
+    for used in compile_kernels(builds):
+        # 128 accumulator rows of 256 leave few registers: some of the prologue's values wait in local memory.
+        used.check(shared=SHARED_LIMIT[arch], spills=128 if "prefill_kernel:a" in used.build.kernel else 0)
+        if "decode_kernel:a" in used.build.kernel:
+            assert used.count("LDGSTS"), "the cache is not copied asynchronously"
+        if arch == 90 and "prefill_kernel:a" in used.build.kernel:
+            assert used.count("HGMMA"), "prefill does not use the warpgroup matrix instructions"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [90, 120])
+def test_all_shapes(arch):
+    builds = [decode(arch, model, fp8) for model in SHAPES for fp8 in (False, True)]
+    builds += [prefill(arch, model, fp8) for model in SHAPES for fp8 in (False, True)]
+    for used in compile_kernels(builds):
+        used.check(shared=SHARED_LIMIT[arch], spills=384 if "prefill_kernel:a" in used.build.kernel else 0)

@@ -1,0 +1,33 @@
+"""The rotary kernel compiles for both architectures without spills."""
+
+from __future__ import annotations
+
+import pytest
+from aot import SHARED_LIMIT, KernelBuild, compile_kernels
+
+
+def build(arch, heads, kv_heads, tile, fp8):
+    cache = "*fp8e4nv" if fp8 else "*bf16"
+    signature = {"proj_ptr": "*bf16", "q_out_ptr": "*bf16", "k_cache_ptr": cache, "v_cache_ptr": cache}
+    signature |= dict.fromkeys(("positions_ptr", "kv_positions_ptr"), "*i32")
+    signature |= dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "table_ptr"), "*fp32")
+    signature |= {"proj_stride": "i32", "eps": "fp32"}
+    constexprs = {"k_out_ptr": None, "HQ": heads, "HKV": kv_heads, "D": 256, "HALF": 32, "TILE": tile}
+    constexprs |= {"KEYS": False, "FP8": fp8}
+    (signature if fp8 else constexprs)["scales_ptr"] = "*fp32" if fp8 else None
+    return KernelBuild(
+        "sparkinfer_kernels.rotary.kernels:qk_norm_rotary_kernel",
+        signature,
+        constexprs,
+        arch,
+        num_warps=tile,
+        divisible=("proj_stride",),
+    )
+
+
+@pytest.mark.parametrize("arch", [90, 120])
+def test_rotary(arch):
+    for used in compile_kernels(
+        [build(arch, 24, 4, 4, False), build(arch, 16, 2, 2, True), build(arch, 2, 1, 1, False)]
+    ):
+        used.check(shared=SHARED_LIMIT[arch], spills=0)
