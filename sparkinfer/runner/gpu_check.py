@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,20 @@ class GpuFacts:
     """CUDA version that torch was built with."""
     free_bytes: int
     total_bytes: int
+
+
+def driver_version() -> int:
+    """CUDA version of the driver, 13000 for 13.0. Raises EnvironmentProblem when there is no driver."""
+    number = ctypes.c_int()
+    try:
+        code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"no NVIDIA driver is installed ({error}); install one, or use --device cpu"
+        ) from error
+    if code:
+        raise EnvironmentProblem(f"the NVIDIA driver does not say its version (error {code}); use --device cpu")
+    return number.value
 
 
 def _version(number: int) -> tuple[int, int]:
@@ -52,7 +67,7 @@ def read_facts(device: torch.device) -> GpuFacts:
             f"device {device}: torch {torch.__version__} is a CPU build; install a CUDA build, or use --device cpu"
         )
     major, minor = torch.version.cuda.split(".")[:2]
-    driver = _version(torch._C._cuda_getDriverVersion())
+    driver = _version(driver_version())
     needs = int(major), int(minor)
     if driver[0] < needs[0]:
         # Asking torch for the device would fail with a less helpful message.

@@ -74,7 +74,7 @@ def test_gpus_that_cannot_say_so_in_one_line(change, words) -> None:
 
 def test_the_driver_is_judged_before_torch_fails_on_it(monkeypatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12040, raising=False)
+    monkeypatch.setattr(gpu_check, "driver_version", lambda: 12040)
     with pytest.raises(EnvironmentProblem, match=r"CUDA 12\.4"):
         gpu_check.read_facts(torch.device("cuda"))
 
