@@ -1,27 +1,6 @@
 # The accuracy gate: what both engines say about the same held-out text. Each server scores it while it is up for its
 # first cells, so that none is started for it; the comparison then needs no device and counts as a check.
 
-from types import SimpleNamespace
-
-
-def scoring(wildcards):
-    """A scoring job's wildcards as those of a cell: it shares the server of the first block and repetition."""
-    own = {"block": "1", "rep": "1", "cell": "accuracy"}
-    return SimpleNamespace(
-        run=wildcards.run, engine=wildcards.engine, model=wildcards.model, **own
-    )
-
-
-def accuracy_options(plan, names):
-    """Options of eval/accuracy.py that the settings give, of those named."""
-    asked = plan.settings.get("accuracy", {})
-    return [
-        item
-        for name in names
-        if name in asked
-        for item in ("--" + name.replace("_", "-"), str(asked[name]))
-    ]
-
 
 rule scores:
     input:
@@ -43,9 +22,7 @@ rule scores:
     params:
         server=lambda w: server_options(scoring(w)),
         model=lambda w: model_folder(plan_of(w).models[w.model]),
-        options=lambda w: accuracy_options(
-            plan_of(w), ("context", "answer_tokens", "limit")
-        ),
+        options=lambda w: accuracy_options(w, ("context", "answer_tokens", "limit")),
     shell:
         "exec .venv/bin/python workflow/scripts/lease.py run {params.server:q} --"
         " .venv/bin/python eval/accuracy.py {{url}} --model-a {{served_name}} --tokenizer {params.model}"
@@ -66,7 +43,7 @@ rule accuracy:
         "../envs/engine.yaml"
     params:
         model=lambda w: model_folder(plan_of(w).models[w.model]),
-        options=lambda w: accuracy_options(plan_of(w), ("top1", "kl", "loss", "gap")),
+        options=lambda w: accuracy_options(w, ("top1", "kl", "loss", "gap")),
     shell:
         # 1 is a difference: kept, shown in the report and judged at the end, as that of any check.
         ".venv/bin/python eval/accuracy.py scores:{input.engine} scores:{input.reference} --model {params.model}"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
@@ -303,6 +304,25 @@ def cell_options(wildcards):
     }
     return [
         item for name, value in options.items() for item in (f"--{name}", str(value))
+    ]
+
+
+def scoring(wildcards):
+    """A scoring job's wildcards as those of a cell: it shares the server of the first block and repetition."""
+    own = {"block": "1", "rep": "1", "cell": "accuracy"}
+    return SimpleNamespace(
+        run=wildcards.run, engine=wildcards.engine, model=wildcards.model, **own
+    )
+
+
+def accuracy_options(wildcards, names):
+    """Options of eval/accuracy.py that the settings give, of those named."""
+    asked = plan_of(wildcards).settings.get("accuracy", {})
+    return [
+        item
+        for name in names
+        if name in asked
+        for item in (f"--{name.replace('_', '-')}", str(asked[name]))
     ]
 
 

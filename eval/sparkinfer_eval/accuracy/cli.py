@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 def rows(found: Figures, limits: Limits) -> list[CheckRow]:
     """The judged rows."""
     result = [
-        CheckRow("top-1 agreement", found.top1, limits.top1, found.top1 >= limits.top1),
+        CheckRow("top-1 agreement, exact ties aside", found.top1, limits.top1, found.top1 >= limits.top1),
         CheckRow("KL, mean (nats)", found.kl, limits.kl, found.kl <= limits.kl),
     ]
     if found.loss_difference is not None:
@@ -105,7 +105,7 @@ def summary(a: Scores, b: Scores, found: Figures) -> str:
         lines.append(f"{letter}: {scores.engine['kind']} ({about}); {scores.method}; perplexity {perplexity}")
     lines.append(
         f"{found.positions} positions; top-1 differs at {found.differing}, {found.near_ties} of them near-ties, beside "
-        f"{found.ties} exact ties; KL p99 {found.kl_p99:.2g}, largest {found.kl_max:.2g}, "
+        f"{found.ties} exact ties ({found.top1_plain:.4f} with them); KL p99 {found.kl_p99:.2g}, largest {found.kl_max:.2g}, "
         f"over {found.mass:.2%} of the probability"
     )
     if found.answers:

@@ -38,13 +38,15 @@ class Figures:
     """All figures of a comparison.
 
     `differing` counts positions where the likeliest tokens differ, less `ties`, where the two are equally likely to one
-    of the engines: 16-bit logits often are, and which of them comes first says nothing. `gap` is the largest distance,
+    of the engines: 16-bit logits often are, and which of them comes first says nothing. `top1` leaves ties out of the
+    differences, `top1_plain` counts them. `gap` is the largest distance,
     in B, between its own likeliest token and A's at the differing ones: rounding turns near-ties only. `loss_*` are
     mean negative log-likelihoods in nats, None where an engine did not report the probability of every token.
     """
 
     positions: int
     top1: float
+    top1_plain: float
     differing: int
     ties: int
     gap: float
@@ -127,6 +129,7 @@ def figures(a: Scores, b: Scores, task: Task, near_tie: float) -> Figures:
     return Figures(
         positions=len(pairs),
         top1=1 - len(differing) / len(pairs),
+        top1_plain=1 - len(unlike) / len(pairs),
         differing=len(differing),
         ties=len(unlike) - len(differing),
         gap=max(differing, default=0.0),

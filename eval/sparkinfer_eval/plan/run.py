@@ -196,8 +196,8 @@ def _check_accuracy(settings: Mapping[str, Any], engines: Mapping[str, EngineUse
     absent = [name for name in ACCURACY_ENGINES if name not in engines]
     if ACCURACY in settings["checks"] and absent:
         raise ConfigError(
-            f"checks: {ACCURACY} compares {' with '.join(ACCURACY_ENGINES)}, and engines lacks {', '.join(absent)}: add "
-            f"it there, or take {ACCURACY} out of checks"
+            f"checks: {ACCURACY} compares {' with '.join(ACCURACY_ENGINES)}, and engines lacks {', '.join(absent)}: "
+            f"add it there, or take {ACCURACY} out of checks"
         )
 
 
