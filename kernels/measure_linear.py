@@ -1,7 +1,7 @@
 """Check and time the projections of `sparkinfer_kernels.linear` on a GPU.
 
 `python kernels/measure_linear.py [--out FOLDER] PART...` with PART of: check, check_large, tune, table, large. Weights
-are random and several copies of them, larger together than the second-level cache, are used in turn in a CUDA graph. `tune`
+are random and several copies of them, larger together than the second-level cache, are used in turn in a graph. `tune`
 tries many launch parameters and writes those that won to FOLDER/tuned.json.
 """
 
@@ -19,7 +19,13 @@ from pathlib import Path
 
 import torch
 from sparkinfer_kernels.linear import dequantise, layout, skinny, weights
-from sparkinfer_kernels.linear.gpu import linear, linear_swiglu, make_workspace, prepare_nvfp4, quantise_rows
+from sparkinfer_kernels.linear.gpu import (
+    linear,
+    linear_swiglu,
+    make_workspace,
+    prepare_nvfp4,
+    quantise_rows,
+)
 from sparkinfer_kernels.linear.skinny import Config
 
 SHAPES = {
@@ -41,8 +47,12 @@ class Parts:
     """A random NVFP4 matrix."""
 
     def __init__(self, n: int, k: int, factor: float = 2e-4) -> None:
-        self.packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
-        self.scales = torch.randint(0x30, 0x70, (n, k // 16), dtype=torch.uint8, device="cuda").view(weights.FP8)
+        self.packed = torch.randint(
+            0, 256, (n, k // 2), dtype=torch.uint8, device="cuda"
+        )
+        self.scales = torch.randint(
+            0x30, 0x70, (n, k // 16), dtype=torch.uint8, device="cuda"
+        ).view(weights.FP8)
         self.global_scale = torch.tensor(factor, device="cuda")
 
     def plain(self) -> torch.Tensor:
@@ -50,7 +60,9 @@ class Parts:
         table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cuda")
         table = torch.cat([table, -table])
         codes = torch.stack([self.packed & 15, self.packed >> 4], -1).flatten(-2)
-        rows = table[codes.int()].unflatten(-1, (-1, 16)) * self.scales.float().unsqueeze(-1)
+        rows = table[codes.int()].unflatten(
+            -1, (-1, 16)
+        ) * self.scales.float().unsqueeze(-1)
         return rows.flatten(-2) * self.global_scale
 
 
@@ -64,7 +76,10 @@ def graph_time(run: Callable[[int], object], calls: int, replays: int = 4) -> fl
             run(index)
     times = []
     for _ in range(replays):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True),
+        )
         begin.record()
         graph.replay()
         end.record()
@@ -83,7 +98,10 @@ def copies(n: int, k: int) -> list[weights.Nvfp4Weight]:
     one = prepare_nvfp4([Parts(n, k)])
     count = max(2, -(-300_000_000 // weight_bytes(n, k)))
     more = [
-        weights.Nvfp4Weight(one.codes.clone(), one.scales.clone(), one.row_scales, one.shape) for _ in range(count - 1)
+        weights.Nvfp4Weight(
+            one.codes.clone(), one.scales.clone(), one.row_scales, one.shape
+        )
+        for _ in range(count - 1)
     ]
     return [one, *more]
 
@@ -97,17 +115,21 @@ def check() -> None:
     """Against fp64, for ragged shapes and many parameters."""
     worst = 0.0
     for (n, k), m in itertools.product(
-        [(48, 208), (1544, 256), (96, 1024), (2064, 640), (5120, 6144)], (1, 3, 8, 17, 33, 64)
+        [(48, 208), (1544, 256), (96, 1024), (2064, 640), (5120, 6144)],
+        (1, 3, 8, 17, 33, 64, 150),
     ):
         parts = Parts(n, k)
         weight = prepare_nvfp4([parts])
-        workspace = make_workspace([weight], 64)
+        workspace = make_workspace([weight], 150)
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         expected = x.double() @ parts.plain().double().T
-        tokens = next(bm for bm in skinny.TOKENS if bm >= m)
-        for config in candidates(tokens, n, k)[::3]:
+        tokens = next((bm for bm in skinny.TOKENS if bm >= m), 64)
+        for index, config in enumerate(candidates(tokens, n, k)[::3]):
+            skinny.PDL = index % 2 == 0
             out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-            skinny.product(x, weight, workspace.partials, workspace.counters, out, config=config)
+            skinny.product(
+                x, weight, workspace.partials, workspace.counters, out, config=config
+            )
             off = error(out, expected)
             worst = max(worst, off) if off == off else float("nan")
             if not off < 4e-3:
@@ -117,16 +139,45 @@ def check() -> None:
 
 def candidates(tokens: int, n: int, k: int) -> list[Config]:
     """Launch parameters worth trying."""
-    wide = [(8, 1, 1, 1, 4), (4, 2, 1, 1, 4), (4, 1, 1, 1, 4), (4, 1, 2, 1, 4), (4, 2, 2, 1, 3), (2, 4, 2, 1, 3)]
-    wide += [(1, 4, 2, 1, 4), (2, 2, 2, 1, 4), (4, 1, 1, 2, 3), (1, 4, 1, 2, 4), (1, 8, 2, 1, 4), (2, 4, 1, 1, 4)]
+    wide = [
+        (8, 1, 1, 1, 4),
+        (4, 2, 1, 1, 4),
+        (4, 1, 1, 1, 4),
+        (4, 1, 2, 1, 4),
+        (4, 2, 2, 1, 3),
+        (2, 4, 2, 1, 3),
+    ]
+    wide += [
+        (1, 4, 2, 1, 4),
+        (2, 2, 2, 1, 4),
+        (4, 1, 1, 2, 3),
+        (1, 4, 1, 2, 4),
+        (1, 8, 2, 1, 4),
+        (2, 4, 1, 1, 4),
+    ]
     if tokens >= 16:
-        wide += [(1, 8, 1, 1, 4), (1, 8, 1, 2, 3), (1, 8, 4, 1, 3), (1, 16, 2, 1, 3), (1, 4, 4, 1, 3)]
+        wide += [
+            (1, 8, 1, 1, 4),
+            (1, 8, 1, 2, 3),
+            (1, 8, 4, 1, 3),
+            (1, 16, 2, 1, 3),
+            (1, 4, 4, 1, 3),
+        ]
     found = []
     for (wk, wn, rt, kb, stages), split in itertools.product(wide, (1, 2, 3, 4, 6, 8)):
-        step = wn * rt * 16 * wk * kb * 64 + wn * rt * 16 * wk * kb * 8 + tokens * wk * kb * 256
+        step = (
+            wn * rt * 16 * wk * kb * 64
+            + wn * rt * 16 * wk * kb * 8
+            + tokens * wk * kb * 256
+        )
         blocks = -(-n // (wn * rt * 16))
         steps = -(-k // (128 * wk * kb))
-        if step * stages > 200_000 or tokens * rt > 128 or steps // split < 2 or blocks * split > 2400:
+        if (
+            step * stages > 200_000
+            or tokens * rt > 128
+            or steps // split < 2
+            or blocks * split > 2400
+        ):
             continue
         if split > 1 and (blocks * split < 66 or blocks > 400):
             continue
@@ -141,7 +192,9 @@ def _build(job: tuple[int, Sequence[Config]]) -> None:
     x = torch.randn(tokens, 8192, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(tokens, 1024, device="cuda", dtype=torch.bfloat16)
     for config in configs:
-        skinny.product(x, weight, workspace.partials, workspace.counters, out, config=config)
+        skinny.product(
+            x, weight, workspace.partials, workspace.counters, out, config=config
+        )
     torch.cuda.synchronize()
 
 
@@ -156,7 +209,9 @@ def build_all() -> None:
         }
         ordered = sorted(every, key=str)
         jobs += [(tokens, ordered[start::6]) for start in range(6)]
-    with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 1)) as pool:
+    with multiprocessing.get_context("spawn").Pool(
+        min(15, os.cpu_count() or 1)
+    ) as pool:
         pool.map(_build, jobs, chunksize=1)
 
 
@@ -179,15 +234,34 @@ def tune(out: Path) -> None:
 
                 def run(index: int, config: Config = config) -> None:
                     weight = stack[index % len(stack)]
-                    skinny.product(x, weight, workspace.partials, workspace.counters, y, config=config)
+                    skinny.product(
+                        x,
+                        weight,
+                        workspace.partials,
+                        workspace.counters,
+                        y,
+                        config=config,
+                    )
 
                 results.append((graph_time(run, 2 * len(stack)), config))
             results.sort(key=lambda one: one[0])
-            every += [[name, m, round(us, 2), *_values(config)] for us, config in results]
+            every += [
+                [name, m, round(us, 2), *_values(config)] for us, config in results
+            ]
             us, config = results[0]
+            skinny.PDL = False
+            plain_us = graph_time(lambda i: run(i, config), 2 * len(stack))
+            skinny.PDL = True
             rate = weight_bytes(n, k) / us / 1e6
-            second = f"{results[1][0]:.1f} {_values(results[1][1])}" if len(results) > 1 else ""
-            print(f"{name:12} M {m:2}: {us:6.1f} us {rate:.2f} TB/s {_values(config)}; then {second}", flush=True)
+            second = (
+                f"{results[1][0]:.1f} {_values(results[1][1])}"
+                if len(results) > 1
+                else ""
+            )
+            print(
+                f"{name:12} M {m:2}: {us:6.1f} us {rate:.2f} TB/s {_values(config)}; without PDL {plain_us:.1f}; then {second}",
+                flush=True,
+            )
             chosen.setdefault(str(tokens), []).append([n, k, *_values(config)])
     (out / "tuned.json").write_text(json.dumps({skinny.architecture(0): chosen}))
     (out / "every.json").write_text(json.dumps(every))
@@ -206,7 +280,9 @@ def table() -> None:
         for m in ROWS:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-            us = graph_time(lambda i: linear(x, stack[i % len(stack)], workspace, y), 4 * len(stack))
+            us = graph_time(
+                lambda i: linear(x, stack[i % len(stack)], workspace, y), 4 * len(stack)
+            )
             cells.append(f"{us:6.1f} {weight_bytes(n, k) / us / 1e6:.2f}")
         print(f"{name:12} us, TB/s at M = {ROWS}: " + " | ".join(cells), flush=True)
 
@@ -225,7 +301,10 @@ def large() -> None:
         for m in (128, 256, 1024, 8192):
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-            x8, scale = torch.empty(m, k, device="cuda", dtype=weights.FP8), torch.empty(m, device="cuda")
+            x8, scale = (
+                torch.empty(m, k, device="cuda", dtype=weights.FP8),
+                torch.empty(m, device="cuda"),
+            )
             row_us = graph_time(lambda i: quantise_rows(x, x8, scale), 4)
             a = graph_time(lambda i: linear(x, exact, workspace, y), 4)
             b = graph_time(lambda i: linear(x, fast, workspace, y, x8, scale), 4)
@@ -246,29 +325,54 @@ def check_large() -> None:
             weight = prepare_nvfp4([one, two], fp8=fp8)
             both = prepare_nvfp4([one, two], gate_up=True, fp8=fp8)
             workspace = make_workspace([weight, both], m)
-            off = [error(linear(x, weight, workspace), expected), error(linear(x, both, workspace), expected)]
-            off.append(error(linear_swiglu(x, both, workspace), torch.nn.functional.silu(gate) * up))
+            off = [
+                error(linear(x, weight, workspace), expected),
+                error(linear(x, both, workspace), expected),
+            ]
+            off.append(
+                error(
+                    linear_swiglu(x, both, workspace),
+                    torch.nn.functional.silu(gate) * up,
+                )
+            )
             off += [
                 error(linear(x[:20], both, workspace), expected[:20]),
-                error(linear_swiglu(x[:20], both, workspace), (torch.nn.functional.silu(gate) * up)[:20]),
+                error(
+                    linear_swiglu(x[:20], both, workspace),
+                    (torch.nn.functional.silu(gate) * up)[:20],
+                ),
             ]
-            print(f"{n} x {k}, M {m}, fp8 {fp8}: errors", *(f"{one:.1e}" for one in off))
+            print(
+                f"{n} x {k}, M {m}, fp8 {fp8}: errors", *(f"{one:.1e}" for one in off)
+            )
     packed = Parts(64, 256)
-    assert torch.equal(layout.unpack_codes(layout.pack_codes(packed.packed))[:, 0], packed.packed[:, 0] & 15)
+    assert torch.equal(
+        layout.unpack_codes(layout.pack_codes(packed.packed))[:, 0],
+        packed.packed[:, 0] & 15,
+    )
 
 
 def main() -> None:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=["check", "check_large", "tune", "table", "large"])
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("JOB_OUT", ".")))
+    parser.add_argument(
+        "parts", nargs="+", choices=["check", "check_large", "tune", "table", "large"]
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(os.environ.get("JOB_OUT", "."))
+    )
     options = parser.parse_args()
     for part in options.parts:
         start = time.perf_counter()
         if part == "tune":
             tune(options.out)
         else:
-            {"check": check, "check_large": check_large, "table": table, "large": large}[part]()
+            {
+                "check": check,
+                "check_large": check_large,
+                "table": table,
+                "large": large,
+            }[part]()
         print(f"-- {part}: {time.perf_counter() - start:.1f} s", flush=True)
 
 

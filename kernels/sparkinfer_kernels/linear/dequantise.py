@@ -66,7 +66,7 @@ def product_fp8_block(x: torch.Tensor, weight: Fp8BlockWeight, out: torch.Tensor
         m,
         n,
         k,
-        weight.scales.shape[1],
+        scale_columns=weight.scales.shape[1],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=FP8_BLOCK,

@@ -76,7 +76,7 @@ def linear(
         x: [M, K] bf16, rows contiguous (stride 1 along K). Only its shape is read where `x_fp8` is used.
         weight: a prepared weight [N, K].
         workspace: of `make_workspace` for this weight and at least M rows.
-        out: [M, N] bf16, contiguous; made if None.
+        out: [M, N] bf16, rows contiguous (it may be columns of a wider tensor); made if None.
         x_fp8: [M, K] float8_e4m3fn and
         x_scale: [M] fp32, x = x_fp8 * x_scale: used by weights with an FP8 copy when M > `SKINNY_ROWS`. Without them
             `x` is quantised here.
@@ -92,8 +92,8 @@ def linear(
         raise ValueError(f"x must be bf16 rows of {k} values side by side, got {x.dtype} {tuple(x.shape)} {x.stride()}")
     if out is None:
         out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
-    elif out.shape != (m, n) or out.dtype != torch.bfloat16 or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous bf16 [{m}, {n}], got {out.dtype} {tuple(out.shape)} {out.stride()}")
+    elif out.shape != (m, n) or out.dtype != torch.bfloat16 or out.stride(1) != 1:
+        raise ValueError(f"out must be bf16 rows of {n} values side by side [{m}, {n}], got {out.dtype} {tuple(out.shape)} {out.stride()}")
     if m == 0:
         return out
     if m <= SKINNY_ROWS and not isinstance(weight, Bf16Weight):

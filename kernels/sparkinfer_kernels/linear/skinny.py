@@ -20,6 +20,8 @@ from sparkinfer_kernels.linear.weights import Fp8BlockWeight, Fp8RowWeight, Nvfp
 PARTIALS = 1 << 23
 """fp32 elements of a workspace for partial sums."""
 COUNTERS = 1 << 14
+PDL = True
+"""Programmatic dependent launch: the first weights are fetched while the kernel before still runs."""
 TOKENS = (8, 16, 32, 64)
 """Token columns that a kernel is built for."""
 
@@ -48,7 +50,10 @@ FALLBACK = Config(wk=4, wn=1, rt=1, kb=1, stages=3, split=1)
 def _table() -> dict[str, dict[int, list[tuple[int, int, Config]]]]:
     stored = json.loads(Path(__file__).with_name("tuned.json").read_text())
     return {
-        arch: {int(bm): [(n, k, Config(*values)) for n, k, *values in rows] for bm, rows in by_tokens.items()}
+        arch: {
+            int(bm): [(n, k, Config(*values)) for n, k, *values in rows]
+            for bm, rows in by_tokens.items()
+        }
         for arch, by_tokens in stored.items()
     }
 
@@ -59,7 +64,9 @@ def config_for(arch: str, tokens: int, n: int, k: int) -> Config:
     rows = _table().get(arch, {}).get(tokens, [])
     if not rows:
         return FALLBACK
-    best = min(rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1])))[2]
+    best = min(
+        rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1]))
+    )[2]
     blocks = -(-k // 128)
     kb = best.kb if blocks >= best.kb else 1
     return replace(best, kb=kb, split=max(1, min(best.split, blocks // (best.wk * kb))))
@@ -81,7 +88,7 @@ def product(
     activate: bool = False,
     config: Config | None = None,
 ) -> None:
-    """x @ weight.T for up to 64 rows; SwiGLU of the two halves with `activate`.
+    """x @ weight.T, reading the weight once for every 64 rows; SwiGLU of the two halves with `activate`.
 
     Args:
         x: [M, K] bf16, rows contiguous and their stride a multiple of 8.
@@ -91,20 +98,23 @@ def product(
         config: other parameters than the tuned ones (for measuring).
     """
     m, (n, k) = x.shape[0], weight.shape
-    tokens = next(bm for bm in TOKENS if bm >= m)
+    tokens = next((bm for bm in TOKENS if bm >= m), TOKENS[-1])
+    token_blocks = -(-m // tokens)
     index = torch.cuda.current_device() if x.device.index is None else x.device.index
     chosen = config or config_for(architecture(index), tokens, n, k)
     row_tiles = -(-n // 16)
     blocks = -(-row_tiles * 16 // chosen.rows)
-    needed = blocks * chosen.split * chosen.rows * tokens
-    if chosen.split > 1 and (needed > partials.numel() or blocks > counters.numel()):
+    needed = token_blocks * blocks * chosen.split * chosen.rows * tokens
+    if chosen.split > 1 and (
+        needed > partials.numel() or token_blocks * blocks > counters.numel()
+    ):
         raise ValueError(
             f"partial sums of {needed} elements in {blocks} blocks exceed the workspace ({partials.numel()},"
             f" {counters.numel()}): a smaller split for N = {n} is needed in tuned.json"
         )
     if not isinstance(weight, Nvfp4Weight):
         raise ValueError("the FP8 kernel for few rows is not built yet")
-    skinny_kernel.nvfp4_skinny_kernel[(blocks, chosen.split)](
+    skinny_kernel.nvfp4_skinny_kernel[(token_blocks, blocks, chosen.split)](
         x,
         x.stride(0),
         weight.codes.view(torch.int32),
@@ -126,5 +136,7 @@ def product(
         SPLIT=chosen.split > 1,
         GATE_UP=weight.gate_up,
         ACTIVATE=activate,
+        PDL=PDL,
+        launch_pdl=PDL,
         num_warps=chosen.wk * chosen.wn,
     )

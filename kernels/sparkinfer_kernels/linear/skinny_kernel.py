@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 # One word of codes to the four bfloat16 pairs of a matrix instruction's first operand (see layout.py), each multiplied
@@ -47,7 +48,9 @@ def _bits(first, last):
 @constexpr_function
 def _codes_layout(wk, wn, rt, kb):
     """[WK, WN * RT, KB * 256] words: 4 of a tile per lane; tiles of a row tile and row tiles in registers."""
-    regs = [[0, 0, b] for b in _bits(1, 4) + _bits(128, kb * 256)] + [[0, b, 0] for b in _bits(wn, wn * rt)]
+    regs = [[0, 0, b] for b in _bits(1, 4) + _bits(128, kb * 256)] + [
+        [0, b, 0] for b in _bits(wn, wn * rt)
+    ]
     lanes = [[0, 0, b] for b in _bits(4, 128)]
     warps = [[0, b, 0] for b in _bits(1, wn)] + [[b, 0, 0] for b in _bits(1, wk)]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [wk, wn * rt, kb * 256])
@@ -56,7 +59,9 @@ def _codes_layout(wk, wn, rt, kb):
 @constexpr_function
 def _scales_layout(wk, wn, rt, kb):
     """[WK, WN * RT, KB * 32] words: one per lane for 128 columns."""
-    regs = [[0, 0, b] for b in _bits(32, kb * 32)] + [[0, b, 0] for b in _bits(wn, wn * rt)]
+    regs = [[0, 0, b] for b in _bits(32, kb * 32)] + [
+        [0, b, 0] for b in _bits(wn, wn * rt)
+    ]
     lanes = [[0, 0, b] for b in _bits(1, 32)]
     warps = [[0, b, 0] for b in _bits(1, wn)] + [[b, 0, 0] for b in _bits(1, wk)]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [wk, wn * rt, kb * 32])
@@ -65,7 +70,9 @@ def _scales_layout(wk, wn, rt, kb):
 @constexpr_function
 def _x_layout(wk, wn, bm, kb):
     """[WK, BM, KB * 128] activations: 16 columns side by side per lane; the same for all warps along N."""
-    regs = [[0, 0, b] for b in _bits(1, 16) + _bits(64, kb * 128)] + [[0, b, 0] for b in _bits(8, bm)]
+    regs = [[0, 0, b] for b in _bits(1, 16) + _bits(64, kb * 128)] + [
+        [0, b, 0] for b in _bits(8, bm)
+    ]
     lanes = [[0, 0, 16], [0, 0, 32], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[0, 0, 0] for _ in _bits(1, wn)] + [[b, 0, 0] for b in _bits(1, wk)]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [wk, bm, kb * 128])
@@ -74,7 +81,11 @@ def _x_layout(wk, wn, bm, kb):
 @constexpr_function
 def _x_copy_layout(wk, wn, bm, kb):
     """[WK, BM, KB * 128] activations for copying: 16 bytes per lane, a row of 128 columns for 16 lanes."""
-    regs, lanes, warps = [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 0, b] for b in _bits(8, 128)] + [[0, 1, 0]], []
+    regs, lanes, warps = (
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4]],
+        [[0, 0, b] for b in _bits(8, 128)] + [[0, 1, 0]],
+        [],
+    )
     rest = (
         [[0, b, 0] for b in _bits(2, bm)]
         + [[b, 0, 0] for b in _bits(1, wk)]
@@ -86,21 +97,39 @@ def _x_copy_layout(wk, wn, bm, kb):
 
 
 @gluon.jit
-def _pairs(first, second, WK: gl.constexpr, RN: gl.constexpr, KB: gl.constexpr, layout: gl.constexpr):
+def _pairs(
+    first,
+    second,
+    WK: gl.constexpr,
+    RN: gl.constexpr,
+    KB: gl.constexpr,
+    layout: gl.constexpr,
+):
     """Scale bytes of both 64-column halves [WK, RN, KB * 32] as bf16 pairs, repeated for the words that each covers."""
     pair = gl.join(first, second) * 0x00100010 + 0x6F806F80
     pair = pair.reshape([WK, RN, KB, 32, 2]).permute([0, 1, 2, 4, 3])
     for _ in gl.static_range(2):
         pair = gl.join(pair, pair)
-    return gl.convert_layout(pair.reshape([WK, RN, KB * 256]), layout, assert_trivial=True)
+    return gl.convert_layout(
+        pair.reshape([WK, RN, KB * 256]), layout, assert_trivial=True
+    )
 
 
 @gluon.jit
-def _dequantise(codes, scales, WK: gl.constexpr, RN: gl.constexpr, KB: gl.constexpr, layout: gl.constexpr):
+def _dequantise(
+    codes,
+    scales,
+    WK: gl.constexpr,
+    RN: gl.constexpr,
+    KB: gl.constexpr,
+    layout: gl.constexpr,
+):
     """bf16 [WK, RN * 16, KB * 128] from words of codes [WK, RN, KB * 256] and of scales [WK, RN, KB * 32]."""
     words_layout: gl.constexpr = codes.type.layout
     upper = _pairs(scales & 0xFF, (scales >> 16) & 0xFF, WK, RN, KB, words_layout)
-    lower = _pairs((scales >> 8) & 0xFF, (scales >> 24) & 0xFF, WK, RN, KB, words_layout)
+    lower = _pairs(
+        (scales >> 8) & 0xFF, (scales >> 24) & 0xFF, WK, RN, KB, words_layout
+    )
     a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
         DEQUANTISE,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
@@ -110,16 +139,25 @@ def _dequantise(codes, scales, WK: gl.constexpr, RN: gl.constexpr, KB: gl.conste
         pack=1,
     )
     # [.., 64-column tile, g, t, s, h, r, i] -> rows (r, g), columns (tile, s, h, t, i)
-    w = gl.join(gl.join(gl.join(a0, c0), gl.join(b0, d0)), gl.join(gl.join(a1, c1), gl.join(b1, d1)))
+    w = gl.join(
+        gl.join(gl.join(a0, c0), gl.join(b0, d0)),
+        gl.join(gl.join(a1, c1), gl.join(b1, d1)),
+    )
     w = w.reshape([WK, RN, KB * 2, 8, 4, 4, 2, 2, 2])
     w = w.permute([0, 1, 7, 3, 2, 5, 6, 4, 8]).reshape([WK, RN * 16, KB * 128])
     return gl.convert_layout(w, layout, assert_trivial=True)
 
 
 @gluon.jit
-def _operand(x, WK: gl.constexpr, BM: gl.constexpr, KB: gl.constexpr, layout: gl.constexpr):
+def _operand(
+    x, WK: gl.constexpr, BM: gl.constexpr, KB: gl.constexpr, layout: gl.constexpr
+):
     """Activations [WK, BM, KB * 128] as second operand [WK, KB * 128, BM], columns in the order of the codes."""
-    x = x.reshape([WK, BM, KB * 2, 4, 4, 2, 2]).permute([0, 2, 4, 5, 3, 6, 1]).reshape([WK, KB * 128, BM])
+    x = (
+        x.reshape([WK, BM, KB * 2, 4, 4, 2, 2])
+        .permute([0, 2, 4, 5, 3, 6, 1])
+        .reshape([WK, KB * 128, BM])
+    )
     return gl.convert_layout(x, layout, assert_trivial=True)
 
 
@@ -133,38 +171,57 @@ def _ranges(A: gl.constexpr, B: gl.constexpr, C: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def _fetch(
+def _fetch_weight(
     step,
     last,
     slot,
     codes_buffer,
     scales_buffer,
-    x_buffer,
     codes_row,
     codes_at,
     scales_row,
     scales_at,
-    x_row,
-    x_at,
-    tokens,
-    K,
     blocks_k,
     WK: gl.constexpr,
     KB: gl.constexpr,
 ):
-    """Start the copies of one step's operands; beyond the end of K or of this block's part zeros are written."""
+    """Start the copies of one step's weights; beyond the end of K or of this block's part zeros are written."""
     alive = (step < last).to(gl.int32)
     at = codes_at + step * (WK * KB * 256)
     async_copy.async_copy_global_to_shared(
-        codes_buffer.index(slot), codes_row + at, mask=at < alive * blocks_k * 256, eviction_policy="evict_first"
+        codes_buffer.index(slot),
+        codes_row + at,
+        mask=at < alive * blocks_k * 256,
+        eviction_policy="evict_first",
     )
     at = scales_at + step * (WK * KB * 32)
     async_copy.async_copy_global_to_shared(
-        scales_buffer.index(slot), scales_row + at, mask=at < alive * blocks_k * 32, eviction_policy="evict_first"
+        scales_buffer.index(slot),
+        scales_row + at,
+        mask=at < alive * blocks_k * 32,
+        eviction_policy="evict_first",
     )
+
+
+@gluon.jit
+def _fetch_x(
+    step,
+    last,
+    slot,
+    x_buffer,
+    x_row,
+    x_at,
+    tokens,
+    K,
+    WK: gl.constexpr,
+    KB: gl.constexpr,
+):
+    """Start the copies of one step's activations."""
+    alive = (step < last).to(gl.int32)
     at = x_at + step * (WK * KB * 128)
-    async_copy.async_copy_global_to_shared(x_buffer.index(slot), x_row + at, mask=tokens & (at < alive * K))
-    async_copy.commit_group()
+    async_copy.async_copy_global_to_shared(
+        x_buffer.index(slot), x_row + at, mask=tokens & (at < alive * K)
+    )
 
 
 @gluon.jit
@@ -190,26 +247,31 @@ def nvfp4_skinny_kernel(
     SPLIT: gl.constexpr,
     GATE_UP: gl.constexpr,
     ACTIVATE: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    """out[m, n] = sum over k of x[m, k] * weight[n, k] for one block of WN * RT row tiles and one of the parts of K.
+    """out[m, n] = sum over k of x[m, k] * weight[n, k] for one block of BM tokens, one of WN * RT row tiles and one
+    of the parts of K.
 
     WK warps share each output tile, taking turns along K in pieces of KB * 128 columns; their sums are added in the
     order of the warps, with SPLIT
     those of the blocks by the block that comes last, in the order of the parts.
     """
     RN: gl.constexpr = WN * RT
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WK, WN, 1], instr_shape=[1, 16, 8])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[WK, WN, 1], instr_shape=[1, 16, 8]
+    )
     codes_layout: gl.constexpr = _codes_layout(WK, WN, RT, KB)
     scales_layout: gl.constexpr = _scales_layout(WK, WN, RT, KB)
     x_layout: gl.constexpr = _x_layout(WK, WN, BM, KB)
     w_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     y_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    block = gl.program_id(0)
-    part = gl.program_id(1)
+    first_token = gl.program_id(0) * BM
+    block = gl.program_id(1)
+    part = gl.program_id(2)
 
     blocks_k = (K + 127) // 128
     steps = (blocks_k + WK * KB - 1) // (WK * KB)
-    parts = gl.num_programs(1)
+    parts = gl.num_programs(2)
     first = steps * part // parts
     last = steps * (part + 1) // parts
 
@@ -223,25 +285,41 @@ def nvfp4_skinny_kernel(
     scales_at = scales_k * (KB * 32) + scales_w
     copy_layout: gl.constexpr = _x_copy_layout(WK, WN, BM, KB)
     x_k, token, x_c = _ranges(WK, BM, KB * 128, copy_layout)
+    token += first_token
     x_row = x_ptr + token.to(gl.int64) * x_stride
     x_at = x_k * (KB * 128) + x_c
 
     codes_buffer = gl.allocate_shared_memory(
-        gl.int32, [STAGES, WK, RN, KB * 256], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+        gl.int32,
+        [STAGES, WK, RN, KB * 256],
+        gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]),
     )
     scales_buffer = gl.allocate_shared_memory(
-        gl.int32, [STAGES, WK, RN, KB * 32], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+        gl.int32,
+        [STAGES, WK, RN, KB * 32],
+        gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]),
     )
     x_buffer = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, WK, BM, KB * 128], gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
+        gl.bfloat16,
+        [STAGES, WK, BM, KB * 128],
+        gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0]),
     )
 
     acc = gl.zeros([WK, RN * 16, BM], gl.float32, mma)
+    # The weights do not depend on the kernel before: their first pieces come while it still runs.
     for ahead in gl.static_range(STAGES - 1):
-        _fetch(
-            first + ahead, last, ahead, codes_buffer, scales_buffer, x_buffer, codes_row, codes_at, scales_row,
-            scales_at, x_row, x_at, token < M, K, blocks_k, WK, KB,
+        _fetch_weight(
+            first + ahead, last, ahead, codes_buffer, scales_buffer, codes_row, codes_at, scales_row, scales_at,
+            blocks_k, WK, KB,
         )  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for ahead in gl.static_range(STAGES - 1):
+        _fetch_x(
+            first + ahead, last, ahead, x_buffer, x_row, x_at, token < M, K, WK, KB
+        )
+        async_copy.commit_group()
     slot = 0
     for step in range(first, last):
         async_copy.wait_group(STAGES - 2)
@@ -249,17 +327,21 @@ def nvfp4_skinny_kernel(
         scales = scales_buffer.index(slot).load(scales_layout)
         x = x_buffer.index(slot).load(x_layout)
         free = gl.where(slot == 0, STAGES - 1, slot - 1)
-        _fetch(
-            step + STAGES - 1, last, free, codes_buffer, scales_buffer, x_buffer, codes_row, codes_at, scales_row,
-            scales_at, x_row, x_at, token < M, K, blocks_k, WK, KB,
+        _fetch_weight(
+            step + STAGES - 1, last, free, codes_buffer, scales_buffer, codes_row, codes_at, scales_row, scales_at,
+            blocks_k, WK, KB,
         )  # fmt: skip
+        _fetch_x(
+            step + STAGES - 1, last, free, x_buffer, x_row, x_at, token < M, K, WK, KB
+        )
+        async_copy.commit_group()
         w = _dequantise(codes, scales, WK, RN, KB, w_layout)
         acc = mma_v2(w, _operand(x, WK, BM, KB, y_layout), acc)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)
 
     _finish(
-        gl.sum(acc, 0), row_scales_ptr, out_ptr, partials_ptr, counters_ptr, block, part, M, N, row_tiles,
+        gl.sum(acc, 0), row_scales_ptr, out_ptr, partials_ptr, counters_ptr, first_token, block, part, M, N, row_tiles,
         BM, RN, SPLIT, GATE_UP, ACTIVATE,
     )  # fmt: skip
 
@@ -271,6 +353,7 @@ def _finish(
     out_ptr,
     partials_ptr,
     counters_ptr,
+    first_token,
     block,
     part,
     M,
@@ -285,38 +368,64 @@ def _finish(
     """Add the parts of K, scale the rows, apply SwiGLU if asked, store."""
     layout: gl.constexpr = y.type.layout
     row = gl.arange(0, RN * 16, gl.SliceLayout(1, layout))
-    token = gl.arange(0, BM, gl.SliceLayout(0, layout))[None, :]
+    column = gl.arange(0, BM, gl.SliceLayout(0, layout))[None, :]
+    token = column + first_token
     done = True
     if SPLIT:
-        parts = gl.num_programs(1)
-        place = row[:, None] * BM + token
-        mine = partials_ptr + block.to(gl.int64) * parts * (RN * 16 * BM)
+        parts = gl.num_programs(2)
+        place = row[:, None] * BM + column
+        shared = block * gl.num_programs(0) + gl.program_id(0)
+        mine = partials_ptr + shared.to(gl.int64) * parts * (RN * 16 * BM)
         gl.store(mine + part * (RN * 16 * BM) + place, y, mask=token < M)
         gl.thread_barrier()
-        before = gl.atomic_add(counters_ptr + block, 1, sem="acq_rel", scope="gpu")
+        before = gl.atomic_add(counters_ptr + shared, 1, sem="acq_rel", scope="gpu")
         done = before == parts - 1
         if done:
-            gl.store(counters_ptr + block, 0)
+            gl.store(counters_ptr + shared, 0)
             y = gl.load(mine + place, mask=token < M, other=0.0, cache_modifier=".cg")
             for other in range(1, parts):
-                y += gl.load(mine + other * (RN * 16 * BM) + place, mask=token < M, other=0.0, cache_modifier=".cg")
+                y += gl.load(
+                    mine + other * (RN * 16 * BM) + place,
+                    mask=token < M,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
     if done:
         row += block * (RN * 16)
-        y *= gl.load(row_scales_ptr + row, mask=row < row_tiles * 16, other=0.0)[:, None]
+        y *= gl.load(row_scales_ptr + row, mask=row < row_tiles * 16, other=0.0)[
+            :, None
+        ]
         if ACTIVATE:
             # Rows r * 8 + g of a tile: the gates have r = 0, their ups r = 1, both in one thread.
             pair = y.reshape([RN, 2, 8, BM]).permute([0, 2, 3, 1])
             gate, up = gl.split(pair)
             z = gate / (1.0 + gl.exp(-gate)) * up
             zl: gl.constexpr = z.type.layout
-            tile = gl.arange(0, RN, gl.SliceLayout(1, gl.SliceLayout(2, zl)))[:, None, None]
-            inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, zl)))[None, :, None]
-            m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(1, zl)))[None, None, :]
+            tile = gl.arange(0, RN, gl.SliceLayout(1, gl.SliceLayout(2, zl)))[
+                :, None, None
+            ]
+            inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, zl)))[
+                None, :, None
+            ]
+            m = (
+                gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(1, zl)))[
+                    None, None, :
+                ]
+                + first_token
+            )
             n = (block * RN + tile) * 8 + inner
-            gl.store(out_ptr + m.to(gl.int64) * (N // 2) + n, z.to(gl.bfloat16), mask=(m < M) & (n < N // 2))
+            gl.store(
+                out_ptr + m.to(gl.int64) * (N // 2) + n,
+                z.to(gl.bfloat16),
+                mask=(m < M) & (n < N // 2),
+            )
         else:
             n = row
             if GATE_UP:
                 n = row // 16 * 8 + row % 8 + (row // 8 % 2) * (N // 2)
             n = n[:, None]
-            gl.store(out_ptr + token.to(gl.int64) * N + n, y.to(gl.bfloat16), mask=(token < M) & (row[:, None] < N))
+            gl.store(
+                out_ptr + token.to(gl.int64) * N + n,
+                y.to(gl.bfloat16),
+                mask=(token < M) & (row[:, None] < N),
+            )

@@ -1,0 +1,128 @@
+"""The projections' kernels compile for both architectures, within their shared memory, without spills."""
+
+from __future__ import annotations
+
+from aot import SHARED_LIMIT, KernelBuild, compile_kernels
+
+SKINNY = {
+    "x_ptr": "*bf16",
+    "x_stride": "i32",
+    "codes_ptr": "*i32",
+    "scales_ptr": "*i32",
+    "row_scales_ptr": "*fp32",
+    "out_ptr": "*bf16",
+    "out_stride": "i32",
+    "partials_ptr": "*fp32",
+    "counters_ptr": "*i32",
+    "M": "i32",
+    "N": "i32",
+    "K": "i32",
+    "row_tiles": "i32",
+}
+# (token columns, WK, WN, RT, KB, stages): what tuned.json uses most, and the widest.
+PARAMETERS = [
+    (8, 4, 2, 1, 1, 4),
+    (16, 4, 1, 2, 1, 3),
+    (32, 1, 8, 2, 1, 3),
+    (64, 1, 8, 1, 1, 3),
+]
+
+
+def skinny(
+    values: tuple[int, ...], arch: int, split: bool, activate: bool
+) -> KernelBuild:
+    constexprs = dict(
+        zip(("BM", "WK", "WN", "RT", "KB", "STAGES"), values, strict=True)
+    )
+    return KernelBuild(
+        "sparkinfer_kernels.linear.skinny_kernel:nvfp4_skinny_kernel",
+        SKINNY,
+        {
+            **constexprs,
+            "SPLIT": split,
+            "GATE_UP": activate,
+            "ACTIVATE": activate,
+            "PDL": True,
+        },
+        arch=arch,
+        num_warps=values[1] * values[2],
+        divisible=("x_stride", "out_stride", "K", "N"),
+        sass=True,
+    )
+
+
+def test_skinny_kernel() -> None:
+    builds = [
+        skinny(values, arch, split=index % 2 == 1, activate=index % 2 == 0)
+        for index, values in enumerate(PARAMETERS)
+        for arch in (90, 120)
+    ]
+    for used in compile_kernels(builds):
+        used.check(SHARED_LIMIT[used.build.arch])
+        assert used.count("HMMA") > 0
+        # Operands come in 16-byte copies and stay in their registers.
+        assert used.count("LDGSTS.E.BYPASS.128") > 0
+        assert used.count("LDL") + used.count("STL") == 0
+
+
+def test_plain_kernels() -> None:
+    module = "sparkinfer_kernels.linear.triton_kernels:"
+    dequantise = {
+        "codes_ptr": "*i32",
+        "scales_ptr": "*i32",
+        "row_scales_ptr": "*fp32",
+        "out_ptr": "*bf16",
+    }
+    dequantise |= dict.fromkeys(("N", "K", "tiles"), "i32")
+    rows = {
+        "x_ptr": "*bf16",
+        "x_stride": "i32",
+        "values_ptr": "*fp8e4nv",
+        "scales_ptr": "*fp32",
+        "K": "i32",
+    }
+    block = {
+        "x_ptr": "*bf16",
+        "x_stride": "i32",
+        "w_ptr": "*fp8e4nv",
+        "w_scale_ptr": "*fp32",
+        "out_ptr": "*bf16",
+    }
+    block |= dict.fromkeys(("M", "N", "K"), "i32")
+    tiles = {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 128,
+        "GROUP": 8,
+        "scale_columns": 40,
+    }
+    builds = []
+    for arch in (90, 120):
+        builds += [
+            KernelBuild(
+                module + "nvfp4_to_bf16_kernel",
+                dequantise,
+                {"GATE_UP": True, "TILES": 4},
+                arch,
+                divisible=("N", "K"),
+            ),
+            KernelBuild(
+                module + "quantise_rows_kernel",
+                rows,
+                {"BLOCK": 8192},
+                arch,
+                num_warps=16,
+                divisible=("x_stride", "K"),
+            ),
+            KernelBuild(
+                module + "fp8_block_kernel",
+                block,
+                tiles,
+                arch,
+                num_warps=8,
+                num_stages=3 if arch == 90 else 2,
+                divisible=("x_stride", "K", "N"),
+            ),
+        ]
+    for used in compile_kernels(builds):
+        used.check(SHARED_LIMIT[used.build.arch])
