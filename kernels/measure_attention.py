@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from sparkinfer_kernels.attention import gpu as attention
-from sparkinfer_kernels.attention.configs import DECODE, PREFILL, TileConfig
+from sparkinfer_kernels.attention.configs import TileConfig
 from sparkinfer_kernels.moe.reference import swiglu
 from sparkinfer_kernels.rms_norm import gpu as norm
 from sparkinfer_kernels.rms_norm import reference as norm_reference
@@ -117,7 +117,9 @@ def decode(
     pool = Pool(lengths, kv_heads, layers, dtype)
     q, gate = queries(n, heads, kv_heads)
     out = torch.full((n, heads, D), torch.nan, device=DEVICE, dtype=torch.bfloat16)
-    work = attention.make_workspace(n, 0, 0, heads, kv_heads, D, DEVICE, decode_config=config)
+    work = attention.make_workspace(
+        n, 0, 0, heads, kv_heads, D, DEVICE, decode_config=config, fp8_cache=dtype == torch.float8_e4m3fn
+    )
     positions = torch.tensor(lengths, device=DEVICE, dtype=torch.int32) - 1
     attention.plan(work, positions)
 
@@ -139,7 +141,7 @@ def decode(
     plan_us = timed([lambda: attention.plan(work, positions)] * 8)
     size = 2 * sum(lengths) * kv_heads * D * pool.kv.element_size()
     shape = f"{n} x {lengths[0]}" if len(set(lengths)) == 1 else f"{n} ragged, {sum(lengths)} tokens"
-    used = config or DECODE[90]
+    used = work.decode_config
     print(
         f"decode {model} {shape} {str(dtype)[6:]} tile {used.tokens} warps {used.warps} stages {used.stages} "
         f"programs {used.programs}: error {worst:.1e}{'' if same else ' NOT REPEATABLE'}, {us:.1f} us, "
@@ -184,7 +186,7 @@ def prefill(
         raise SystemExit("padding was written")
     us = timed([lambda layer=layer: call(layer) for layer in (0, 1)], repeat=5)
     pairs = sum(start * new + new * (new + 1) / 2 for start, new in spans)
-    used = config or PREFILL[90]
+    used = work.prefill_config
     shape = " ".join(f"{start}+{new}" for start, new in spans[:3]) + (f" .. ({len(spans)})" if len(spans) > 3 else "")
     print(
         f"prefill {model} {shape} {str(dtype)[6:]} tile {used.rows}x{used.tokens} warps {used.warps} "
@@ -206,6 +208,22 @@ def sdpa(model: str, count: int) -> None:
             us = timed([call, call], repeat=5)
         rate = 2 * count * (count + 1) * heads * D / us / 1e6
         print(f"sdpa {backend.name} {model} {count}: {us:.1f} us, {rate:.0f} TFLOP/s", flush=True)
+
+
+def fresh(model: str, count: int, padding: int = 0) -> None:
+    """Check and time one fresh prompt through cuDNN and the gate kernel."""
+    heads, kv_heads = SHAPES[model]
+    proj = torch.randn(count + padding, 2 * (heads + kv_heads) * D, device=DEVICE, dtype=torch.bfloat16)
+    q = torch.randn(count + padding, heads, D, device=DEVICE, dtype=torch.bfloat16)
+    k = torch.randn(count + padding, kv_heads, D, device=DEVICE, dtype=torch.bfloat16)
+    gate, v = (view(proj, heads, kv_heads, D) for view in (rotary.gate_view, rotary.value_view))
+    out = torch.full_like(q, torch.nan)
+    call = lambda: attention.attention_prefill_fresh(q, k, v, gate, D**-0.5, out)  # noqa: E731
+    call()
+    worst = error(out[:count], oracle(q[:count], gate[:count], k[:count], v[:count], 0))
+    us = timed([call, call], repeat=5)
+    rate = 2 * count * (count + 1) * heads * D / us / 1e6
+    print(f"fresh {model} {count}+{padding}: error {worst:.1e}, {us:.1f} us, {rate:.0f} TFLOP/s", flush=True)
 
 
 def rows(model: str, hidden: int, inner: int, count: int) -> None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 from aot import SHARED_LIMIT, KernelBuild, compile_kernels
-from sparkinfer_kernels.attention.configs import DECODE, MAX_PIECES, MIN_PIECE, PREFILL
+from sparkinfer_kernels.attention.configs import DECODE, DECODE_FP8, MAX_PIECES, MIN_PIECE, PREFILL
 
 FOLDER = "sparkinfer_kernels.attention."
-SHAPES = {"27B": (24, 4, 8), "35B": (16, 2, 8), "tiny": (2, 1, 2)}
-"""Query heads, key heads, query heads of a key head as a power of two."""
+SHAPES = {"27B": (24, 4), "35B": (16, 2), "tiny": (2, 1)}
+"""Query heads and key heads."""
 
 
 def decode(arch, model, fp8):
-    heads, kv_heads, rows = SHAPES[model]
-    config, cache = DECODE[arch], "*fp8e4nv" if fp8 else "*bf16"
+    heads, kv_heads = SHAPES[model]
+    config, cache = (DECODE_FP8 if fp8 else DECODE)[arch], "*fp8e4nv" if fp8 else "*bf16"
     signature = dict.fromkeys(("q_ptr", "gate_ptr", "out_ptr"), "*bf16")
     signature |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache) | dict.fromkeys(
         ("partial_ptr", "lse_ptr"), "*fp32"
     )
-    signature |= dict.fromkeys(("table_ptr", "items_ptr", "pieces_ptr", "counters_ptr"), "*i32")
+    signature |= dict.fromkeys(("table_ptr", "items_ptr", "pieces_ptr"), "*i32")
     signature |= {"gate_stride": "i32", "table_stride": "i32", "scale_log2": "fp32"}
     constexprs = {"HQ": heads, "HKV": kv_heads, "D": 256, "TOKENS": config.tokens, "FP8": fp8, "WIDE": False}
-    constexprs |= {"ROWS": rows, "MAX_PIECES": MAX_PIECES, "BATCH": config.batch, "STAGES": config.stages}
+    constexprs |= {"STAGES": config.stages}
     (signature if fp8 else constexprs)["scales_ptr"] = "*fp32" if fp8 else None
     return KernelBuild(
         FOLDER + "decode_kernel:attention_decode_kernel",
@@ -35,7 +35,7 @@ def decode(arch, model, fp8):
 
 
 def prefill(arch, model, fp8):
-    heads, kv_heads, _ = SHAPES[model]
+    heads, kv_heads = SHAPES[model]
     config, cache = PREFILL[arch], "*fp8e4nv" if fp8 else "*bf16"
     signature = dict.fromkeys(("q_ptr", "gate_ptr", "out_ptr"), "*bf16")
     signature |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
@@ -59,6 +59,10 @@ def plans(arch):
     ints = dict.fromkeys(("positions_ptr", "items_ptr", "pieces_ptr"), "*i32") | {"n": "i32", "max_items": "i32"}
     sizes = {"ROWS": 32, "ITEMS": 128, "MIN_PIECE": MIN_PIECE, "MAX_PIECES": MAX_PIECES}
     yield KernelBuild(FOLDER + "plan_kernel:plan_decode_kernel", ints, sizes, arch, 8)
+    signature = dict.fromkeys(("gate_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32")
+    signature |= {"pieces_ptr": "*i32", "gate_stride": "i32"}
+    sizes = {"HQ": 24, "HKV": 4, "D": 256, "MAX_PIECES": MAX_PIECES}
+    yield KernelBuild(FOLDER + "decode_kernel:combine_kernel", signature, sizes, arch, 4)
     ints = dict.fromkeys(("cu_seqlens_ptr", "tiles_ptr"), "*i32") | {"n": "i32", "max_tiles": "i32"}
     yield KernelBuild(
         FOLDER + "plan_kernel:plan_prefill_kernel", ints, {"SEQUENCES": 32, "TILES": 128, "M": 128}, arch, 4

@@ -7,7 +7,7 @@ import torch
 from interpreter_fixes import fix_interpreter
 from sparkinfer_kernels.attention import gpu as attention
 from sparkinfer_kernels.attention.configs import DECODE, PREFILL, TileConfig
-from sparkinfer_kernels.rotary.gpu import gate_view
+from sparkinfer_kernels.rotary.gpu import gate_view, value_view
 
 fix_interpreter()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,6 +156,17 @@ def test_prefill(heads, kv_heads, config, fp8):
             mine = slice(int(ends[row]), int(ends[row + 1]))
             expected = oracle(q[mine], gate[mine], *pool.tokens(row, start + new), start)
             assert relative(out[mine], expected) < 6e-3
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "count"), [(4, 2, 33), (2, 1, 1)])
+def test_fresh_prompt(heads, kv_heads, count):
+    proj = torch.randn(count + 15, 2 * (heads + kv_heads) * D, device=DEVICE).bfloat16()
+    gate, v = gate_view(proj, heads, kv_heads, D), value_view(proj, heads, kv_heads, D)
+    q, k = (torch.randn(count + 15, h, D, device=DEVICE).bfloat16() for h in (heads, kv_heads))
+    out = torch.full((count + 15, heads * D), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+    attention.attention_prefill_fresh(q, k, v, gate, D**-0.5, out)
+    expected = oracle(q[:count], gate[:count], k[:count], v[:count], 0)
+    assert relative(out[:count].unflatten(1, (heads, D)), expected) < 6e-3
 
 
 def test_bad_input():

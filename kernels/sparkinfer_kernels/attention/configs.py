@@ -17,12 +17,14 @@ class TileConfig:
     """Query rows of a tile (prefill only: decode pads a key head's query heads to 16)."""
     programs: int = 2
     """Programs that one multiprocessor runs at a time (decode only: sets how finely a step is cut)."""
-    batch: int = 8
-    """Pieces that the combine loads at once (decode only)."""
 
 
 DECODE: dict[int, TileConfig] = {
     90: TileConfig(tokens=32, warps=4, stages=3, programs=2),
+    120: TileConfig(tokens=32, warps=4, stages=2, programs=1),
+}
+DECODE_FP8: dict[int, TileConfig] = {
+    90: TileConfig(tokens=64, warps=4, stages=3, programs=2),
     120: TileConfig(tokens=32, warps=4, stages=2, programs=1),
 }
 PREFILL: dict[int, TileConfig] = {
@@ -32,7 +34,7 @@ PREFILL: dict[int, TileConfig] = {
 MIN_PIECE = 64
 """Fewest tokens worth a piece of their own in split decode."""
 MAX_PIECES = 32
-"""Most pieces of one row: what the last one combines."""
+"""Most pieces of one row: what the combine holds in registers."""
 
 
 def nearest(table: dict[int, TileConfig], arch: int) -> TileConfig:

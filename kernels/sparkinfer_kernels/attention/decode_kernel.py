@@ -1,8 +1,8 @@
 """Triton kernel of split-KV decode attention (flash-decoding: Dao et al. 2023; online softmax: Milakov and
 Gimelshein 2018, arXiv 1805.02867) over a paged cache.
 
-A program attends the query heads of one key head, padded to 16 rows, to one piece of a row's context. The last program
-of a (row, key head) to finish combines all its pieces in order, so that the result does not depend on who was last.
+A program attends the query heads of one key head, padded to 16 rows, to one piece of a row's context. A row of one
+piece is finished there; the pieces of the others are combined by a second kernel, in order.
 """
 
 from __future__ import annotations
@@ -35,45 +35,36 @@ def _finish(
 
 
 @triton.jit
-def _combine(
+def combine_kernel(
+    gate_ptr,
+    pieces_ptr,
     partial_ptr,
     lse_ptr,
-    first,
-    pieces,
-    head,
+    out_ptr,
+    gate_stride,
+    HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
     MAX_PIECES: tl.constexpr,
-    BATCH: tl.constexpr,
 ):
-    """Weighted sum of a row's pieces: [ROWS, D]. Read past the first-level cache: other programs wrote them."""
-    r = tl.arange(0, ROWS)
-    c = tl.arange(0, D)
-    p = tl.arange(0, MAX_PIECES)
-    seen = (p < pieces)[:, None] & (r < GROUP)[None, :]
-    lse = tl.load(
-        lse_ptr + ((first + p) * HKV + head)[:, None] * GROUP + r[None, :],
-        mask=seen,
-        other=float("-inf"),
-        cache_modifier=".cg",
-    )
-    top = tl.max(lse, axis=0)
-    top = tl.where(r < GROUP, top, 0.0)
-    total = tl.sum(tl.exp2(lse - top[None, :]), axis=0)
-    value = tl.zeros([ROWS, D], dtype=tl.float32)
-    for begin in range(0, pieces, BATCH):
-        for step in tl.static_range(BATCH):
-            piece = begin + step
-            live = (r < GROUP) & (piece < pieces)
-            base = ((first + piece) * HKV + head) * GROUP
-            one = tl.load(lse_ptr + base + r, mask=live, other=float("-inf"), cache_modifier=".cg")
-            part = tl.load(
-                partial_ptr + (base + r)[:, None] * D + c[None, :], mask=live[:, None], other=0.0, cache_modifier=".cg"
-            )
-            value += tl.exp2(one - top)[:, None] * part
-    return value / tl.where(r < GROUP, total, 1.0)[:, None]
+    """Grid (Hq, rows): weighted sum of a row's pieces in order, for one query head; nothing to do for one piece."""
+    GROUP: tl.constexpr = HQ // HKV
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    pieces = tl.load(pieces_ptr + 2 * row + 1)
+    if pieces > 1:
+        first = tl.load(pieces_ptr + 2 * row)
+        p = tl.arange(0, MAX_PIECES)
+        c = tl.arange(0, D)
+        live = p < pieces
+        place = ((first + p) * HKV + head // GROUP) * GROUP + head % GROUP
+        part = tl.load(partial_ptr + place[:, None] * D + c[None, :], mask=live[:, None], other=0.0)
+        gate = tl.load(gate_ptr + row * gate_stride + head * D + c).to(tl.float32)
+        lse = tl.load(lse_ptr + place, mask=live, other=float("-inf"))
+        weight = tl.exp2(lse - tl.max(lse))
+        value = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight)
+        value *= tl.sigmoid(gate)
+        tl.store(out_ptr + (row * HQ + head) * D + c, value.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -88,7 +79,6 @@ def attention_decode_kernel(
     pieces_ptr,
     partial_ptr,
     lse_ptr,
-    counters_ptr,
     out_ptr,
     gate_stride,
     table_stride,
@@ -99,9 +89,6 @@ def attention_decode_kernel(
     TOKENS: tl.constexpr,
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    MAX_PIECES: tl.constexpr,
-    BATCH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Grid (Hkv, items)."""
@@ -112,7 +99,6 @@ def attention_decode_kernel(
     if row >= 0:
         begin = tl.load(items_ptr + 4 * item + 1)
         end = tl.load(items_ptr + 4 * item + 2)
-        first = tl.load(pieces_ptr + 2 * row)
         pieces = tl.load(pieces_ptr + 2 * row + 1)
         r = tl.arange(0, 16)
         c = tl.arange(0, D)
@@ -158,10 +144,3 @@ def attention_decode_kernel(
             base = (item * HKV + head) * GROUP
             tl.store(partial_ptr + (base + r)[:, None] * D + c[None, :], value, mask=live[:, None])
             tl.store(lse_ptr + base + r, top + tl.log2(total), mask=live)
-            # All threads' stores, then one release: the program that counts last sees every piece.
-            tl.debug_barrier()
-            done = tl.atomic_add(counters_ptr + row * HKV + head, 1, sem="acq_rel")
-            if done == pieces - 1:
-                tl.store(counters_ptr + row * HKV + head, 0)
-                whole = _combine(partial_ptr, lse_ptr, first, pieces, head, HKV, D, GROUP, ROWS, MAX_PIECES, BATCH)
-                _finish(whole, gate_ptr, out_ptr, row, gate_stride, head, HQ, D, GROUP, ROWS)

@@ -11,12 +11,14 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparkinfer_kernels.attention.configs import DECODE, MAX_PIECES, MIN_PIECE, PREFILL, TileConfig, nearest
-from sparkinfer_kernels.attention.decode_kernel import attention_decode_kernel
+from sparkinfer_kernels.attention.configs import DECODE, DECODE_FP8, MAX_PIECES, MIN_PIECE, PREFILL, TileConfig, nearest
+from sparkinfer_kernels.attention.decode_kernel import attention_decode_kernel, combine_kernel
 from sparkinfer_kernels.attention.plan_kernel import plan_decode_kernel, plan_prefill_kernel
-from sparkinfer_kernels.attention.prefill_kernel import attention_prefill_kernel
+from sparkinfer_kernels.attention.prefill_kernel import attention_prefill_kernel, gate_kernel
 
 BLOCK_TOKENS = 16
 """Tokens of a KV block."""
@@ -43,8 +45,6 @@ class AttentionWorkspace:
     """[items, Hkv, Hq / Hkv, D] fp32: each piece's normalised output."""
     partial_lse: torch.Tensor
     """[items, Hkv, Hq / Hkv] fp32: log2 of each piece's sum of exponentials, scale included."""
-    counters: torch.Tensor
-    """[n, Hkv] int32, zero between launches."""
     prefill_tiles: torch.Tensor
     """[tiles, 2] int32: sequence and tile number within it; sequence -1 for no work."""
 
@@ -59,6 +59,7 @@ def make_workspace(
     device: torch.device,
     decode_config: TileConfig | None = None,
     prefill_config: TileConfig | None = None,
+    fp8_cache: bool = False,
 ) -> AttentionWorkspace:
     """Allocate the buffers of one step shape.
 
@@ -69,6 +70,7 @@ def make_workspace(
         heads, kv_heads, head_dim: Hq, Hkv, D; Hq / Hkv at most 16, D a power of two.
         device: the GPU (or the CPU under Triton's interpreter).
         decode_config, prefill_config: tile sizes; the shipped ones of the device's architecture when None.
+        fp8_cache: whether the shipped ones are to be those for an FP8 cache.
 
     Raises:
         ValueError: heads that the kernels do not serve.
@@ -81,7 +83,7 @@ def make_workspace(
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         arch, processors = properties.major * 10 + properties.minor, properties.multi_processor_count
-    decode_config = decode_config or nearest(DECODE, arch)
+    decode_config = decode_config or nearest(DECODE_FP8 if fp8_cache else DECODE, arch)
     prefill_config = prefill_config or nearest(PREFILL, arch)
     # One wave of programs where the rows allow it; half a row more each where they alone fill the GPU, so that
     # one long context among many short ones is still cut.
@@ -105,7 +107,6 @@ def make_workspace(
         decode_pieces=ints(max_decode_rows, 2),
         partial_out=torch.empty(items, kv_heads, group, head_dim, device=device),
         partial_lse=torch.empty(items, kv_heads, group, device=device),
-        counters=ints(max_decode_rows, kv_heads),
         prefill_tiles=ints(tiles, 2) - 1,
     )
 
@@ -213,7 +214,6 @@ def attention_decode(
         workspace.decode_pieces,
         workspace.partial_out,
         workspace.partial_lse,
-        workspace.counters,
         out,
         gate.stride(0),
         block_table.stride(0),
@@ -224,11 +224,21 @@ def attention_decode(
         TOKENS=config.tokens,
         FP8=fp8,
         WIDE=k_cache.numel() >= 2**31,
-        ROWS=triton.next_power_of_2(workspace.heads // workspace.kv_heads),
-        MAX_PIECES=MAX_PIECES,
-        BATCH=config.batch,
         STAGES=config.stages,
         num_warps=config.warps,
+    )
+    combine_kernel[(workspace.heads, q.shape[0])](
+        gate,
+        workspace.decode_pieces,
+        workspace.partial_out,
+        workspace.partial_lse,
+        out,
+        gate.stride(0),
+        HQ=workspace.heads,
+        HKV=workspace.kv_heads,
+        D=workspace.head_dim,
+        MAX_PIECES=MAX_PIECES,
+        num_warps=4,
     )
     return out
 
@@ -294,5 +304,45 @@ def attention_prefill(
         WIDE=k_cache.numel() >= 2**31,
         STAGES=config.stages,
         num_warps=config.warps,
+    )
+    return out
+
+
+def attention_prefill_fresh(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, scale: float, out: torch.Tensor
+) -> torch.Tensor:
+    """Causal attention of exactly one prompt that starts at its first token, times sigmoid(gate).
+
+    cuDNN's fused attention through torch, which is faster than `attention_prefill` where it applies. No length is
+    needed: padding tokens come after the prompt's and no token of it sees them (their values must be finite). To be
+    captured it must have run once with these shapes before.
+
+    Args:
+        q: [T, Hq, D] bf16, normed and rotated.
+        k: [T, Hkv, D] bf16, `k_out` of `rotary.gpu.qk_norm_rotary_write`.
+        v: [T, Hkv, D] bf16, `rotary.gpu.value_view` of the projection.
+        gate: [T, Hq, D] bf16, rows may be strided.
+        scale: of the scores.
+        out: [T, Hq, D] (or [T, Hq * D]) bf16 contiguous, written (padding tokens too).
+
+    Returns:
+        `out`.
+    """
+    heads = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    backend = SDPBackend.CUDNN_ATTENTION if q.is_cuda else SDPBackend.MATH
+    with sdpa_kernel(backend):
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)[0]
+    count, hq, d = q.shape
+    gate_kernel[(count,)](
+        attended,
+        gate,
+        out,
+        attended.stride(0),
+        attended.stride(1),
+        gate.stride(0),
+        HQ=hq,
+        HEADS=triton.next_power_of_2(hq),
+        D=d,
+        num_warps=max(1, min(8, triton.next_power_of_2(hq) * d // 512)),
     )
     return out

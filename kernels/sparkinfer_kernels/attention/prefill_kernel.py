@@ -137,3 +137,20 @@ def attention_prefill_kernel(
             value.to(out_ptr.dtype.element_ty),
             mask=live[:, None],
         )
+
+
+@triton.jit
+def gate_kernel(
+    x_ptr, gate_ptr, out_ptr, head_stride, token_stride, gate_stride, HQ: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens): out = x * sigmoid(gate) for all heads of a token."""
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HEADS)
+    c = tl.arange(0, D)
+    live = (h < HQ)[:, None]
+    x = tl.load(x_ptr + token * token_stride + h[:, None] * head_stride + c[None, :], mask=live, other=0.0)
+    place = h[:, None] * D + c[None, :]
+    gate = tl.load(gate_ptr + token * gate_stride + place, mask=live, other=0.0).to(tl.float32)
+    value = x.to(tl.float32) * tl.sigmoid(gate)
+    tl.store(out_ptr + token * (HQ * D) + place, value.to(out_ptr.dtype.element_ty), mask=live)

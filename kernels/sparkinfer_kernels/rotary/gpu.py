@@ -23,6 +23,14 @@ def value_view(proj: torch.Tensor, heads: int, kv_heads: int, head_dim: int) -> 
     return proj[:, first : first + kv_heads * head_dim].unflatten(-1, (kv_heads, head_dim))
 
 
+def _launch_shape(heads: int, kv_heads: int, d: int, count: int) -> tuple[int, int]:
+    """(heads of a program, warps). As many heads as divide both kinds: a program sees queries, keys or values only."""
+    tile = 1
+    while tile < 4 and heads % (2 * tile) == 0 and kv_heads % (2 * tile) == 0:
+        tile *= 2
+    return tile, max(1, tile * d // 256)
+
+
 def qk_norm_rotary_write(
     proj: torch.Tensor,
     positions: torch.Tensor,
@@ -72,10 +80,7 @@ def qk_norm_rotary_write(
         raise ValueError("k_cache, v_cache and q_out must be contiguous")
     if count == 0:
         return
-    # Heads of one program: as many as divide both kinds, so that a program sees queries, keys or values only.
-    tile = 1
-    while tile < 4 and heads % (2 * tile) == 0 and kv_heads % (2 * tile) == 0:
-        tile *= 2
+    tile, warps = _launch_shape(heads, kv_heads, d, count)
     qk_norm_rotary_kernel[(count, (heads + 2 * kv_heads) // tile)](
         proj,
         positions,
@@ -97,5 +102,5 @@ def qk_norm_rotary_write(
         TILE=tile,
         KEYS=k_out is not None,
         FP8=fp8,
-        num_warps=max(1, tile * d // 256),
+        num_warps=warps,
     )
