@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,10 +21,14 @@ from typing import Any
 import httpx
 import pytest
 from sparkinfer_containers import cli, ship
+from sparkinfer_containers.image import daemon
+from sparkinfer_containers.image.build import LIBRARY, SOURCE_LABEL
 from sparkinfer_containers.image.run import Container, command
 from sparkinfer_containers.loopback import registry
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.verify.cli import main as verify
+
+from sparkinfer.identity import SOURCE_PACKAGES, tree_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
@@ -151,6 +156,47 @@ def test_serve_command_starts_the_engine_from_the_image(pulled: Path, model: Pat
     finally:
         process.kill()
         process.wait()
+
+
+def test_podman_runs_the_image_by_its_own_digest(
+    image: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU host does, without the GPU."""
+    if not shutil.which("podman") or not shutil.which("skopeo"):
+        pytest.skip("podman and skopeo are not installed")
+    chosen = os.environ.get("ATTEST_RUNTIME", "podman --cgroup-manager=cgroupfs --runtime runc")
+    monkeypatch.setenv("ATTEST_RUNTIME", chosen)
+    limits = "--ulimit nofile=1024:1024 --ulimit nproc=4096:4096"  # the default ones need a capability
+    monkeypatch.setenv("ATTEST_RUN_OPTIONS", os.environ.get("ATTEST_RUN_OPTIONS", limits))
+    if subprocess.run([*shlex.split(chosen), "info"], capture_output=True, check=False).returncode:
+        pytest.skip("podman does not work here")
+    layout = Layout(image / "layout")
+    digest = layout.image().digest
+    daemon.load(layout, digest, "cpu", tmp_path / "engine")
+    info = ship.ask(tmp_path / "engine", model, tmp_path / "log", ship.Timings())
+    assert info["engine_digest"] == digest
+    left = subprocess.run([*shlex.split(chosen), "ps", "--all", "--quiet"], capture_output=True, text=True, check=True)
+    assert left.stdout == ""
+
+
+def test_image_holds_the_engine_that_its_label_names(pulled: Path) -> None:
+    config = json.loads((pulled / "config.json").read_text())
+    library = pulled / "root" / LIBRARY
+    files = {
+        path.relative_to(library).as_posix(): path
+        for package in SOURCE_PACKAGES
+        for path in (library / package).rglob("*.py")
+    }
+    assert tree_digest(files) == config["config"]["Labels"][SOURCE_LABEL]
+    assert not (library / "sparkinfer_eval").exists()
+    assert not (library / "pandas").exists()
+
+
+def test_unpacked_size(image: Path) -> None:
+    record = json.loads((image / "image.json").read_text())
+    assert record["unpacked_bytes"] < 700e6
+    assert sum(layer["size"] for layer in record["layers"]) == record["unpacked_bytes"]
+    assert all(item["bytes"] and item["reason"] for item in record["left_out"])
 
 
 def test_image_without_a_model_says_what_to_do(pulled: Path, tmp_path: Path) -> None:
