@@ -13,7 +13,9 @@ import torch
 
 from sparkinfer.engine.core import EngineCore
 from sparkinfer.models.config import ModelConfig, load_config
+from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.model_runner import ModelRunner
+from sparkinfer.runner.open_runner import open_runner
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.invariants import check_integrity
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, SamplingParams, StepPlan, StepResult
@@ -42,7 +44,7 @@ class Result:
 class Watched:
     """The runner, remembering which slot each request had."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner | GpuRunner) -> None:
         self.runner = runner
         self.slots: dict[str, int] = {}
 
@@ -139,7 +141,7 @@ class Bench:
             checkpoint_interval=256,
             decode_checkpoint_interval=32,
         )
-        self.runner = ModelRunner(
+        self.runner = open_runner(
             model,
             device=device,
             dtype=dtype,

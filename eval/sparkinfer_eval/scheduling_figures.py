@@ -32,7 +32,7 @@ from sparkinfer.engine.core import EngineCore
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer.models.config import load_config
-from sparkinfer.runner.model_runner import ModelRunner
+from sparkinfer.runner.open_runner import open_runner
 from sparkinfer.scheduling.bench import measure
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.types import Request, SamplingParams
@@ -192,7 +192,7 @@ def burst(options: argparse.Namespace) -> list[Figure]:
     config = load_config(options.model)
     longest = min(config.max_positions, max(BURST_TOKENS) + 16)
     blocks = BURST * -(-longest // 16)
-    runner = ModelRunner(
+    runner = open_runner(
         options.model,
         device=options.device,
         dtype=options.dtype,
