@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from sparkinfer_kernels.gpu_ops import GpuOps
+from sparkinfer_kernels.linear.weights import Fp8BlockWeight
 
 from sparkinfer.models.config import ModelConfig
 from sparkinfer.models.loader import WeightSource
@@ -89,7 +90,9 @@ class Projection:
         if x is None:
             # Only its shape is looked at.
             x = self.owner.ghost[: self.k].expand(rows.count, -1)
-        target = out if out is None or out.is_contiguous() else None
+        # The FP8 block kernels write whole rows.
+        apart = out is not None and not out.is_contiguous() and isinstance(weight, Fp8BlockWeight)
+        target = None if apart else out
         y = self.ops.linear(x, weight, self.owner.workspace, target, *(fp8 or ()))
         return y if out is None or out is target else out.copy_(y)
 
