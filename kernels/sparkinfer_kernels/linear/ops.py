@@ -93,7 +93,9 @@ def linear(
     if out is None:
         out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
     elif out.shape != (m, n) or out.dtype != torch.bfloat16 or out.stride(1) != 1:
-        raise ValueError(f"out must be bf16 rows of {n} values side by side [{m}, {n}], got {out.dtype} {tuple(out.shape)} {out.stride()}")
+        raise ValueError(
+            f"out must be bf16 [{m}, {n}] with rows side by side, got {out.dtype} {tuple(out.shape)} {out.stride()}"
+        )
     if m == 0:
         return out
     if m <= SKINNY_ROWS and not isinstance(weight, Bf16Weight):
@@ -123,7 +125,7 @@ def linear_swiglu(
 
     Args:
         x, weight, workspace, x_fp8, x_scale: as in `linear`.
-        out: [M, N / 2] bf16, contiguous; made if None.
+        out: [M, N / 2] bf16, rows contiguous; made if None.
         fp8: (values [M, N / 2] float8_e4m3fn, row scales [M] fp32): written when given and M > `SKINNY_ROWS`, and `out`
             then is not.
 

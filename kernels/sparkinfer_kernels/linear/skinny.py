@@ -50,10 +50,7 @@ FALLBACK = Config(wk=4, wn=1, rt=1, kb=1, stages=3, split=1)
 def _table() -> dict[str, dict[int, list[tuple[int, int, Config]]]]:
     stored = json.loads(Path(__file__).with_name("tuned.json").read_text())
     return {
-        arch: {
-            int(bm): [(n, k, Config(*values)) for n, k, *values in rows]
-            for bm, rows in by_tokens.items()
-        }
+        arch: {int(bm): [(n, k, Config(*values)) for n, k, *values in rows] for bm, rows in by_tokens.items()}
         for arch, by_tokens in stored.items()
     }
 
@@ -64,9 +61,7 @@ def config_for(arch: str, tokens: int, n: int, k: int) -> Config:
     rows = _table().get(arch, {}).get(tokens, [])
     if not rows:
         return FALLBACK
-    best = min(
-        rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1]))
-    )[2]
+    best = min(rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1])))[2]
     blocks = -(-k // 128)
     kb = best.kb if blocks >= best.kb else 1
     return replace(best, kb=kb, split=max(1, min(best.split, blocks // (best.wk * kb))))
@@ -94,7 +89,7 @@ def product(
         x: [M, K] bf16, rows contiguous and their stride a multiple of 8.
         weight: [N, K].
         partials, counters: of a workspace.
-        out: [M, N] bf16 contiguous, [M, N / 2] with `activate`.
+        out: [M, N] bf16, [M, N / 2] with `activate`; rows contiguous, their stride free.
         config: other parameters than the tuned ones (for measuring).
     """
     m, (n, k) = x.shape[0], weight.shape
@@ -105,9 +100,7 @@ def product(
     row_tiles = -(-n // 16)
     blocks = -(-row_tiles * 16 // chosen.rows)
     needed = token_blocks * blocks * chosen.split * chosen.rows * tokens
-    if chosen.split > 1 and (
-        needed > partials.numel() or token_blocks * blocks > counters.numel()
-    ):
+    if chosen.split > 1 and (needed > partials.numel() or token_blocks * blocks > counters.numel()):
         raise ValueError(
             f"partial sums of {needed} elements in {blocks} blocks exceed the workspace ({partials.numel()},"
             f" {counters.numel()}): a smaller split for N = {n} is needed in tuned.json"
@@ -121,6 +114,7 @@ def product(
         weight.scales.view(torch.int32),
         weight.row_scales,
         out,
+        out.stride(0),
         partials,
         counters,
         m,

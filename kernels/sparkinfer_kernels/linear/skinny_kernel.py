@@ -48,9 +48,7 @@ def _bits(first, last):
 @constexpr_function
 def _codes_layout(wk, wn, rt, kb):
     """[WK, WN * RT, KB * 256] words: 4 of a tile per lane; tiles of a row tile and row tiles in registers."""
-    regs = [[0, 0, b] for b in _bits(1, 4) + _bits(128, kb * 256)] + [
-        [0, b, 0] for b in _bits(wn, wn * rt)
-    ]
+    regs = [[0, 0, b] for b in _bits(1, 4) + _bits(128, kb * 256)] + [[0, b, 0] for b in _bits(wn, wn * rt)]
     lanes = [[0, 0, b] for b in _bits(4, 128)]
     warps = [[0, b, 0] for b in _bits(1, wn)] + [[b, 0, 0] for b in _bits(1, wk)]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [wk, wn * rt, kb * 256])
@@ -59,9 +57,7 @@ def _codes_layout(wk, wn, rt, kb):
 @constexpr_function
 def _scales_layout(wk, wn, rt, kb):
     """[WK, WN * RT, KB * 32] words: one per lane for 128 columns."""
-    regs = [[0, 0, b] for b in _bits(32, kb * 32)] + [
-        [0, b, 0] for b in _bits(wn, wn * rt)
-    ]
+    regs = [[0, 0, b] for b in _bits(32, kb * 32)] + [[0, b, 0] for b in _bits(wn, wn * rt)]
     lanes = [[0, 0, b] for b in _bits(1, 32)]
     warps = [[0, b, 0] for b in _bits(1, wn)] + [[b, 0, 0] for b in _bits(1, wk)]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [wk, wn * rt, kb * 32])
@@ -70,9 +66,7 @@ def _scales_layout(wk, wn, rt, kb):
 @constexpr_function
 def _x_layout(wk, wn, bm, kb):
     """[WK, BM, KB * 128] activations: 16 columns side by side per lane; the same for all warps along N."""
-    regs = [[0, 0, b] for b in _bits(1, 16) + _bits(64, kb * 128)] + [
-        [0, b, 0] for b in _bits(8, bm)
-    ]
+    regs = [[0, 0, b] for b in _bits(1, 16) + _bits(64, kb * 128)] + [[0, b, 0] for b in _bits(8, bm)]
     lanes = [[0, 0, 16], [0, 0, 32], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[0, 0, 0] for _ in _bits(1, wn)] + [[b, 0, 0] for b in _bits(1, wk)]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [wk, bm, kb * 128])
@@ -110,9 +104,7 @@ def _pairs(
     pair = pair.reshape([WK, RN, KB, 32, 2]).permute([0, 1, 2, 4, 3])
     for _ in gl.static_range(2):
         pair = gl.join(pair, pair)
-    return gl.convert_layout(
-        pair.reshape([WK, RN, KB * 256]), layout, assert_trivial=True
-    )
+    return gl.convert_layout(pair.reshape([WK, RN, KB * 256]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -127,9 +119,7 @@ def _dequantise(
     """bf16 [WK, RN * 16, KB * 128] from words of codes [WK, RN, KB * 256] and of scales [WK, RN, KB * 32]."""
     words_layout: gl.constexpr = codes.type.layout
     upper = _pairs(scales & 0xFF, (scales >> 16) & 0xFF, WK, RN, KB, words_layout)
-    lower = _pairs(
-        (scales >> 8) & 0xFF, (scales >> 24) & 0xFF, WK, RN, KB, words_layout
-    )
+    lower = _pairs((scales >> 8) & 0xFF, (scales >> 24) & 0xFF, WK, RN, KB, words_layout)
     a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
         DEQUANTISE,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
@@ -149,15 +139,9 @@ def _dequantise(
 
 
 @gluon.jit
-def _operand(
-    x, WK: gl.constexpr, BM: gl.constexpr, KB: gl.constexpr, layout: gl.constexpr
-):
+def _operand(x, WK: gl.constexpr, BM: gl.constexpr, KB: gl.constexpr, layout: gl.constexpr):
     """Activations [WK, BM, KB * 128] as second operand [WK, KB * 128, BM], columns in the order of the codes."""
-    x = (
-        x.reshape([WK, BM, KB * 2, 4, 4, 2, 2])
-        .permute([0, 2, 4, 5, 3, 6, 1])
-        .reshape([WK, KB * 128, BM])
-    )
+    x = x.reshape([WK, BM, KB * 2, 4, 4, 2, 2]).permute([0, 2, 4, 5, 3, 6, 1]).reshape([WK, KB * 128, BM])
     return gl.convert_layout(x, layout, assert_trivial=True)
 
 
@@ -219,9 +203,7 @@ def _fetch_x(
     """Start the copies of one step's activations."""
     alive = (step < last).to(gl.int32)
     at = x_at + step * (WK * KB * 128)
-    async_copy.async_copy_global_to_shared(
-        x_buffer.index(slot), x_row + at, mask=tokens & (at < alive * K)
-    )
+    async_copy.async_copy_global_to_shared(x_buffer.index(slot), x_row + at, mask=tokens & (at < alive * K))
 
 
 @gluon.jit
@@ -232,6 +214,7 @@ def nvfp4_skinny_kernel(
     scales_ptr,
     row_scales_ptr,
     out_ptr,
+    out_stride,
     partials_ptr,
     counters_ptr,
     M,
@@ -257,9 +240,7 @@ def nvfp4_skinny_kernel(
     those of the blocks by the block that comes last, in the order of the parts.
     """
     RN: gl.constexpr = WN * RT
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[WK, WN, 1], instr_shape=[1, 16, 8]
-    )
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WK, WN, 1], instr_shape=[1, 16, 8])
     codes_layout: gl.constexpr = _codes_layout(WK, WN, RT, KB)
     scales_layout: gl.constexpr = _scales_layout(WK, WN, RT, KB)
     x_layout: gl.constexpr = _x_layout(WK, WN, BM, KB)
@@ -316,9 +297,7 @@ def nvfp4_skinny_kernel(
         gdc_wait()
         gdc_launch_dependents()
     for ahead in gl.static_range(STAGES - 1):
-        _fetch_x(
-            first + ahead, last, ahead, x_buffer, x_row, x_at, token < M, K, WK, KB
-        )
+        _fetch_x(first + ahead, last, ahead, x_buffer, x_row, x_at, token < M, K, WK, KB)
         async_copy.commit_group()
     slot = 0
     for step in range(first, last):
@@ -331,9 +310,7 @@ def nvfp4_skinny_kernel(
             step + STAGES - 1, last, free, codes_buffer, scales_buffer, codes_row, codes_at, scales_row, scales_at,
             blocks_k, WK, KB,
         )  # fmt: skip
-        _fetch_x(
-            step + STAGES - 1, last, free, x_buffer, x_row, x_at, token < M, K, WK, KB
-        )
+        _fetch_x(step + STAGES - 1, last, free, x_buffer, x_row, x_at, token < M, K, WK, KB)
         async_copy.commit_group()
         w = _dequantise(codes, scales, WK, RN, KB, w_layout)
         acc = mma_v2(w, _operand(x, WK, BM, KB, y_layout), acc)
@@ -341,8 +318,8 @@ def nvfp4_skinny_kernel(
     async_copy.wait_group(0)
 
     _finish(
-        gl.sum(acc, 0), row_scales_ptr, out_ptr, partials_ptr, counters_ptr, first_token, block, part, M, N, row_tiles,
-        BM, RN, SPLIT, GATE_UP, ACTIVATE,
+        gl.sum(acc, 0), row_scales_ptr, out_ptr, out_stride, partials_ptr, counters_ptr, first_token, block, part, M, N,
+        row_tiles, BM, RN, SPLIT, GATE_UP, ACTIVATE,
     )  # fmt: skip
 
 
@@ -351,6 +328,7 @@ def _finish(
     y,
     row_scales_ptr,
     out_ptr,
+    out_stride,
     partials_ptr,
     counters_ptr,
     first_token,
@@ -392,30 +370,19 @@ def _finish(
                 )
     if done:
         row += block * (RN * 16)
-        y *= gl.load(row_scales_ptr + row, mask=row < row_tiles * 16, other=0.0)[
-            :, None
-        ]
+        y *= gl.load(row_scales_ptr + row, mask=row < row_tiles * 16, other=0.0)[:, None]
         if ACTIVATE:
             # Rows r * 8 + g of a tile: the gates have r = 0, their ups r = 1, both in one thread.
             pair = y.reshape([RN, 2, 8, BM]).permute([0, 2, 3, 1])
             gate, up = gl.split(pair)
             z = gate / (1.0 + gl.exp(-gate)) * up
             zl: gl.constexpr = z.type.layout
-            tile = gl.arange(0, RN, gl.SliceLayout(1, gl.SliceLayout(2, zl)))[
-                :, None, None
-            ]
-            inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, zl)))[
-                None, :, None
-            ]
-            m = (
-                gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(1, zl)))[
-                    None, None, :
-                ]
-                + first_token
-            )
+            tile = gl.arange(0, RN, gl.SliceLayout(1, gl.SliceLayout(2, zl)))[:, None, None]
+            inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, zl)))[None, :, None]
+            m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(1, zl)))[None, None, :] + first_token
             n = (block * RN + tile) * 8 + inner
             gl.store(
-                out_ptr + m.to(gl.int64) * (N // 2) + n,
+                out_ptr + m.to(gl.int64) * out_stride + n,
                 z.to(gl.bfloat16),
                 mask=(m < M) & (n < N // 2),
             )
@@ -425,7 +392,7 @@ def _finish(
                 n = row // 16 * 8 + row % 8 + (row // 8 % 2) * (N // 2)
             n = n[:, None]
             gl.store(
-                out_ptr + token.to(gl.int64) * N + n,
+                out_ptr + token.to(gl.int64) * out_stride + n,
                 y.to(gl.bfloat16),
                 mask=(token < M) & (row[:, None] < N),
             )

@@ -111,7 +111,7 @@ def fp8_block_kernel(
     x_row = x_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * x_stride
     w_row = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[None, :] * K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(0, scale_columns):
+    for step in range(scale_columns):
         column = step * BLOCK_K + k
         x = tl.load(x_row + column[None, :], mask=column[None, :] < K, other=0.0).to(tl.float32)
         w = tl.load(w_row + column[:, None], mask=column[:, None] < K, other=0.0)
