@@ -81,6 +81,8 @@ def add_measure(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--compare", type=int, default=8, help="prompts also decoded plainly, to compare the streams")
     command.add_argument("--temperatures", type=float, nargs="+", default=list(TEMPERATURES))
     command.add_argument("--no-selector", action="store_true", help="draft each slot's best token, without the walk")
+    command.add_argument("--greedy-drafts", action="store_true", help="draft without noise, as vLLM does by default")
+    command.add_argument("--ignore-stop", action="store_true", help="go on after stop tokens (ignore_eos)")
     command.add_argument("--json", type=Path)
 
 
@@ -89,7 +91,15 @@ def measure(args: argparse.Namespace) -> None:
     network = load_network(args.target, torch.float32).requires_grad_(False)
     drafter = load_drafter(args.drafter, torch.float32).requires_grad_(False)
     rows = held_out_prompts(args.data, args.prompts, args.prompt_tokens)
-    speculator = Speculator(network, drafter, selector=not args.no_selector)
+    speculator = Speculator(
+        network,
+        drafter,
+        selector=not args.no_selector,
+        shared_noise=not args.greedy_drafts,
+        ignore_stop=args.ignore_stop,
+    )
+    if args.ignore_stop and args.compare:
+        raise ConfigError("--ignore-stop: plain decoding stops, so there is nothing to compare; give --compare 0")
     results = []
     for temperature in args.temperatures:
         result = accepted_length(speculator, rows, args.tokens, temperature, args.compare)
@@ -102,6 +112,8 @@ def measure(args: argparse.Namespace) -> None:
             "prompt_tokens": args.prompt_tokens,
             "tokens": args.tokens,
             "selector": not args.no_selector,
+            "shared_noise": not args.greedy_drafts,
+            "ignore_stop": args.ignore_stop,
             "rows": results,
         }
         write_summary(args.json, summary)

@@ -64,10 +64,24 @@ def plain_decode(network: Network, prompt: list[int], count: int, temperature: f
 
 
 class Speculator:
-    """Speculative decoding of one request at a time. `selector` False drafts as DFlash does: each slot's best token."""
+    """Speculative decoding of one request at a time.
 
-    def __init__(self, network: Network, drafter: Drafter, selector: bool = True) -> None:
+    `selector` False drafts as DFlash does: each slot's best token. `shared_noise` False drafts greedily at every
+    temperature, as vLLM does by default: a draft is then accepted with the target's probability of it. `ignore_stop`
+    goes on after a stop token.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        drafter: Drafter,
+        selector: bool = True,
+        shared_noise: bool = True,
+        ignore_stop: bool = False,
+    ) -> None:
         self.network, self.drafter, self.selector = network, drafter, selector
+        self.shared_noise = shared_noise
+        self.stop: tuple[int, ...] = () if ignore_stop else _STOP
 
     def _draft(
         self, anchor: int, position: int, context: list[tuple[Tensor, Tensor]], temperature: float, seed: int
@@ -82,6 +96,8 @@ class Speculator:
         hidden = self.drafter(embedded, positions[None, None], context, mask[None])[0, 0, 1:]
         logits = self.network.logits(hidden)
         noise = None
+        if not self.shared_noise:
+            temperature = 0.0
         if temperature > 0:
             rows = [gumbel_noise(seed, position + slot, c.vocab_size) for slot in range(1, c.block)]
             noise = torch.stack(rows)
@@ -99,14 +115,14 @@ class Speculator:
         context = self.drafter.context(torch.cat(output.taps, -1), torch.arange(position))
         tokens = [draw(self.network.logits(output.hidden[0, -1]), temperature, seed, position)]
         accepted: list[int] = []
-        while len(tokens) < count and tokens[-1] not in _STOP:
+        while len(tokens) < count and tokens[-1] not in self.stop:
             drafts = self._draft(tokens[-1], position, context, temperature, seed)
             block = torch.tensor([[tokens[-1], *drafts]])
             logits = self.network.logits(self.network(block, cache).hidden[0])
             drawn: list[int] = []
             for row in range(block.shape[1]):
                 drawn.append(draw(logits[row], temperature, seed, position + 1 + row))
-                if row == len(drafts) or drafts[row] != drawn[-1] or drawn[-1] in _STOP:
+                if row == len(drafts) or drafts[row] != drawn[-1] or drawn[-1] in self.stop:
                     break
             # The state after rejected rows is not kept: the accepted ones are computed again from the old cache.
             kept = len(drawn)

@@ -105,8 +105,8 @@ def summary(a: Scores, b: Scores, found: Figures) -> str:
         lines.append(f"{letter}: {scores.engine['kind']} ({about}); {scores.method}; perplexity {perplexity}")
     lines.append(
         f"{found.positions} positions; top-1 differs at {found.differing}, {found.near_ties} of them near-ties, beside "
-        f"{found.ties} exact ties ({found.top1_plain:.4f} with them); KL p99 {found.kl_p99:.2g}, largest {found.kl_max:.2g}, "
-        f"over {found.mass:.2%} of the probability"
+        f"{found.ties} exact ties ({found.top1_plain:.4f} with them); KL p99 {found.kl_p99:.2g}, "
+        f"largest {found.kl_max:.2g}, over {found.mass:.2%} of the probability"
     )
     if found.answers:
         parted = "" if found.parted_at is None else f"; the others part at token {found.parted_at:g} (median)"

@@ -1,0 +1,76 @@
+"""Stands in for vLLM's API server: the endpoints that `vllm_acceptance` uses, with counters that add up.
+
+Each answer of n tokens counts as (n - 1) / 4 verifications of 7 drafts with three accepted. `FAKE_VLLM` set to `dead`
+makes it end at once with an error, `plain` leaves the counters out, `short` answers with one token too few.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+
+MODE = os.environ.get("FAKE_VLLM", "")
+LOCK = Lock()
+steps = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            self.reply(metrics())
+        else:
+            self.reply(json.dumps({"version": "0.30.0"}))
+
+    def do_POST(self) -> None:
+        global steps
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["ignore_eos"]
+        assert isinstance(body["prompt"], list)
+        with LOCK:
+            steps += (body["max_tokens"] - 1) // 4
+        self.reply(json.dumps({"usage": {"completion_tokens": body["max_tokens"] - (MODE == "short")}}))
+
+    def reply(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def metrics() -> str:
+    """vLLM's form."""
+    if MODE == "plain":
+        return "vllm:num_requests_running 0\n"
+    labels = 'engine="0",model_name="target"'
+    lines = ["# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts."]
+    for name, each in (("drafts", 1), ("draft_tokens", 7), ("accepted_tokens", 3)):
+        lines.append(f"vllm:spec_decode_num_{name}_total{{{labels}}} {float(steps * each)}")
+        lines.append(f"vllm:spec_decode_num_{name}_created{{{labels}}} 1.7e+09")
+    for place in range(7):
+        value = steps if place < 3 else 0
+        lines.append(
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{place}"}} {float(value)}'
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    assert arguments[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
+    speculative = json.loads(arguments[arguments.index("--speculative-config") + 1])
+    assert speculative["method"] == "dflash"
+    if MODE == "dead":
+        sys.exit("ValueError: no such drafter")
+    port = int(arguments[arguments.index("--port") + 1])
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
