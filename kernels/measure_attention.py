@@ -125,7 +125,7 @@ def decode(
 
     def call(layer: int) -> None:
         k_cache, v_cache = pool.kv[layer]
-        attention.attention_decode(q, gate, k_cache, v_cache, pool.table, D**-0.5, work, out, pool.kv_scales)
+        attention.attention_decode(q, gate, k_cache, v_cache, pool.table, positions, D**-0.5, work, out, pool.kv_scales)
 
     call(0)
     first = out.clone()

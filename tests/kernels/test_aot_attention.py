@@ -21,7 +21,7 @@ def decode(arch, model, fp8):
     signature |= dict.fromkeys(("table_ptr", "items_ptr", "pieces_ptr"), "*i32")
     signature |= {"gate_stride": "i32", "table_stride": "i32", "scale_log2": "fp32"}
     constexprs = {"HQ": heads, "HKV": kv_heads, "D": 256, "TOKENS": config.tokens, "FP8": fp8, "WIDE": False}
-    constexprs |= {"STAGES": config.stages}
+    constexprs |= {"STAGES": config.stages, "PDL": True}
     (signature if fp8 else constexprs)["scales_ptr"] = "*fp32" if fp8 else None
     return KernelBuild(
         FOLDER + "decode_kernel:attention_decode_kernel",
@@ -42,7 +42,7 @@ def prefill(arch, model, fp8):
     signature |= dict.fromkeys(("table_ptr", "cu_seqlens_ptr", "starts_ptr", "tiles_ptr"), "*i32")
     signature |= {"gate_stride": "i32", "table_stride": "i32", "scale_log2": "fp32"}
     constexprs = {"HQ": heads, "HKV": kv_heads, "D": 256, "M": config.rows, "N": config.tokens, "FP8": fp8}
-    constexprs |= {"WIDE": False, "STAGES": config.stages}
+    constexprs |= {"WIDE": False, "STAGES": config.stages, "PDL": True}
     (signature if fp8 else constexprs)["scales_ptr"] = "*fp32" if fp8 else None
     return KernelBuild(
         FOLDER + "prefill_kernel:attention_prefill_kernel",
@@ -61,7 +61,7 @@ def plans(arch):
     yield KernelBuild(FOLDER + "plan_kernel:plan_decode_kernel", ints, sizes, arch, 8)
     signature = dict.fromkeys(("gate_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32")
     signature |= {"pieces_ptr": "*i32", "gate_stride": "i32"}
-    sizes = {"HQ": 24, "HKV": 4, "D": 256, "MAX_PIECES": MAX_PIECES}
+    sizes = {"HQ": 24, "HKV": 4, "D": 256, "MAX_PIECES": MAX_PIECES, "PDL": True}
     yield KernelBuild(FOLDER + "decode_kernel:combine_kernel", signature, sizes, arch, 4)
     ints = dict.fromkeys(("cu_seqlens_ptr", "tiles_ptr"), "*i32") | {"n": "i32", "max_tiles": "i32"}
     yield KernelBuild(

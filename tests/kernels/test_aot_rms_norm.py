@@ -16,7 +16,7 @@ def norm(arch, d, rows, residual="*bf16"):
     signature |= {"out_ptr": "*bf16", "fp8_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "d": "i32", "eps": "fp32"}
     signature |= dict.fromkeys(STRIDES, "i32")
     constexprs = {"rows_ptr": None, "ROWS": False, "ADD": True, "KEEP": True, "OUT": True, "FP8": True}
-    constexprs |= {"A": first, "B": rest}
+    constexprs |= {"A": first, "B": rest, "PDL": True}
     return KernelBuild(
         KERNELS + "norm_kernel",
         signature,
@@ -33,7 +33,7 @@ def swiglu(arch, inner, rows):
     strides = ("x_stride", "out_stride", "fp8_stride")
     signature = {"x_ptr": "*bf16", "out_ptr": "*bf16", "fp8_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "inner": "i32"}
     signature |= dict.fromkeys(strides, "i32")
-    constexprs = {"GLU": True, "OUT": True, "FP8": True, "A": first, "B": rest}
+    constexprs = {"GLU": True, "OUT": True, "FP8": True, "A": first, "B": rest, "PDL": True}
     return KernelBuild(
         KERNELS + "swiglu_kernel",
         signature,

@@ -13,7 +13,7 @@ def build(arch, heads, kv_heads, tile, fp8):
     signature |= dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "table_ptr"), "*fp32")
     signature |= {"proj_stride": "i32", "eps": "fp32"}
     constexprs = {"k_out_ptr": None, "HQ": heads, "HKV": kv_heads, "D": 256, "HALF": 32, "TILE": tile}
-    constexprs |= {"KEYS": False, "FP8": fp8}
+    constexprs |= {"KEYS": False, "FP8": fp8, "PDL": True}
     (signature if fp8 else constexprs)["scales_ptr"] = "*fp32" if fp8 else None
     return KernelBuild(
         "sparkinfer_kernels.rotary.kernels:qk_norm_rotary_kernel",

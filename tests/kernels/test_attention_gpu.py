@@ -82,12 +82,13 @@ def test_decode(heads, kv_heads, config, fp8):
     pool.table[-1, 0] = pool.kv.shape[1] - 1  # a padding row: one token of the dummy block
     pool.kv[:, -1] = 1.0
     work = attention.make_workspace(n + 2, 0, 0, heads, kv_heads, D, DEVICE, decode_config=config)
-    attention.plan(work, torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE) - 1)
+    positions = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE) - 1
+    attention.plan(work, positions)
     k_cache, v_cache = pool.kv
     outs = []
     for _ in range(2):  # the second launch finds the counters as the first left them
         out = torch.full((n, heads, D), torch.nan, device=DEVICE, dtype=torch.bfloat16)
-        attention.attention_decode(q, gate, k_cache, v_cache, pool.table, D**-0.5, work, out, pool.scales)
+        attention.attention_decode(q, gate, k_cache, v_cache, pool.table, positions, D**-0.5, work, out, pool.scales)
         outs.append(out)
     assert torch.equal(*outs)
     for row, length in enumerate(LENGTHS):
@@ -177,5 +178,6 @@ def test_bad_input():
         attention.plan(work, torch.zeros(2, dtype=torch.int32, device=DEVICE))
     q, gate = queries(1, 2, 1)
     cache = torch.zeros(2, 16, 1, D, device=DEVICE).to(torch.float8_e4m3fn)
+    ints = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="kv_scales"):
-        attention.attention_decode(q, gate, cache, cache, torch.zeros(1, 1, dtype=torch.int32), 1.0, work, q)
+        attention.attention_decode(q, gate, cache, cache, ints, ints[0], 1.0, work, q)

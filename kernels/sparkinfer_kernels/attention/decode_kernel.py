@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparkinfer_kernels.programmatic import wait_for_previous
+
 
 @triton.jit
 def _finish(
@@ -46,9 +48,11 @@ def combine_kernel(
     HKV: tl.constexpr,
     D: tl.constexpr,
     MAX_PIECES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (Hq, rows): weighted sum of a row's pieces in order, for one query head; nothing to do for one piece."""
     GROUP: tl.constexpr = HQ // HKV
+    wait_for_previous(PDL)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     pieces = tl.load(pieces_ptr + 2 * row + 1)
@@ -90,9 +94,11 @@ def attention_decode_kernel(
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (Hkv, items)."""
     GROUP: tl.constexpr = HQ // HKV
+    wait_for_previous(PDL)
     head = tl.program_id(0)
     item = tl.program_id(1)
     row = tl.load(items_ptr + 4 * item).to(tl.int64)

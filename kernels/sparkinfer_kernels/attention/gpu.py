@@ -19,6 +19,7 @@ from sparkinfer_kernels.attention.configs import DECODE, DECODE_FP8, MAX_PIECES,
 from sparkinfer_kernels.attention.decode_kernel import attention_decode_kernel, combine_kernel
 from sparkinfer_kernels.attention.plan_kernel import plan_decode_kernel, plan_prefill_kernel
 from sparkinfer_kernels.attention.prefill_kernel import attention_prefill_kernel, gate_kernel
+from sparkinfer_kernels.programmatic import PDL
 
 BLOCK_TOKENS = 16
 """Tokens of a KV block."""
@@ -179,6 +180,7 @@ def attention_decode(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
+    positions: torch.Tensor,
     scale: float,
     workspace: AttentionWorkspace,
     out: torch.Tensor,
@@ -191,6 +193,7 @@ def attention_decode(
         gate: [n, Hq, D] bf16, rows may be strided (`rotary.gpu.gate_view`).
         k_cache, v_cache: [blocks, 16, Hkv, D] contiguous, bf16 or float8_e4m3fn.
         block_table: [n, max_blocks] int32; entries beyond a row's context are not read.
+        positions: [n] int32, as given to `plan`, which has cut them into work already.
         scale: of the scores.
         workspace: after `plan` of this step.
         out: [n, Hq, D] (or [n, Hq * D]) bf16 contiguous, written.
@@ -225,6 +228,8 @@ def attention_decode(
         FP8=fp8,
         WIDE=k_cache.numel() >= 2**31,
         STAGES=config.stages,
+        PDL=PDL,
+        launch_pdl=PDL,
         num_warps=config.warps,
     )
     combine_kernel[(workspace.heads, q.shape[0])](
@@ -238,6 +243,8 @@ def attention_decode(
         HKV=workspace.kv_heads,
         D=workspace.head_dim,
         MAX_PIECES=MAX_PIECES,
+        PDL=PDL,
+        launch_pdl=PDL,
         num_warps=4,
     )
     return out
@@ -303,6 +310,8 @@ def attention_prefill(
         FP8=fp8,
         WIDE=k_cache.numel() >= 2**31,
         STAGES=config.stages,
+        PDL=PDL,
+        launch_pdl=PDL,
         num_warps=config.warps,
     )
     return out

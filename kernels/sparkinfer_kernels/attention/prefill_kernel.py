@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparkinfer_kernels.programmatic import wait_for_previous
+
 
 @triton.jit
 def _attend(
@@ -92,8 +94,10 @@ def attention_prefill_kernel(
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (Hq, tiles): the query heads of a key head run side by side and share its keys in the second-level cache."""
+    wait_for_previous(PDL)
     head = tl.program_id(0)
     tile = tl.program_id(1)
     sequence = tl.load(tiles_ptr + 2 * tile)

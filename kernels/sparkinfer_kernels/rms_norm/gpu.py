@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from sparkinfer_kernels.programmatic import PDL
 from sparkinfer_kernels.rms_norm.kernels import norm_kernel, swiglu_kernel
 
 FP8_MAX = 448.0
@@ -78,6 +79,8 @@ def _launch_norm(
         FP8=fp8 is not None,
         A=block_a,
         B=block_b,
+        PDL=PDL,
+        launch_pdl=PDL,
         num_warps=_warps(d, count),
     )
 
@@ -232,5 +235,7 @@ def _launch_rows(
         FP8=fp8 is not None,
         A=block_a,
         B=block_b,
+        PDL=PDL,
+        launch_pdl=PDL,
         num_warps=_warps(inner, count),
     )

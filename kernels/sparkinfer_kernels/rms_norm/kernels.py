@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparkinfer_kernels.programmatic import wait_for_previous
+
 
 @triton.jit
 def _store_row(y, offsets, mask, factor, out_ptr, out_row, fp8_ptr, fp8_row, OUT: tl.constexpr, FP8: tl.constexpr):
@@ -59,24 +61,29 @@ def norm_kernel(
     FP8: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row: [x + residual], kept; its norm as bf16 and, or, FP8. The row is A + B values, B masked."""
     row = tl.program_id(0).to(tl.int64)
+    a = tl.arange(0, A)
+    wa = tl.load(weight_ptr + a, mask=a < d, other=0.0)
+    if B:
+        b = A + tl.arange(0, B)
+        wb = tl.load(weight_ptr + b, mask=b < d, other=0.0)
+    wait_for_previous(PDL)
     source = row
     if ROWS:
         source = tl.load(rows_ptr + row).to(tl.int64)
     x_row, residual_row, keep_row = source * x_stride, source * residual_stride, row * keep_stride
-    a = tl.arange(0, A)
     xa = _read(x_ptr, residual_ptr, keep_ptr, x_row, residual_row, keep_row, a, a < d, ADD, KEEP)
     square = tl.sum(xa * xa)
     if B:
-        b = A + tl.arange(0, B)
         xb = _read(x_ptr, residual_ptr, keep_ptr, x_row, residual_row, keep_row, b, b < d, ADD, KEEP)
         square += tl.sum(xb * xb)
     inverse = 1.0 / tl.sqrt_rn(square / d + eps)
-    ya = xa * inverse * tl.load(weight_ptr + a, mask=a < d, other=0.0)
+    ya = xa * inverse * wa
     if B:
-        yb = xb * inverse * tl.load(weight_ptr + b, mask=b < d, other=0.0)
+        yb = xb * inverse * wb
     factor = 1.0
     if FP8:
         amax = tl.max(tl.abs(ya))
@@ -114,8 +121,10 @@ def swiglu_kernel(
     FP8: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row of silu(gate) * up (GLU) or of the input itself, as bf16 and, or, FP8."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     x_row = row * x_stride
     a = tl.arange(0, A)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from sparkinfer_kernels.programmatic import PDL
 from sparkinfer_kernels.rotary.kernels import qk_norm_rotary_kernel
 
 
@@ -102,5 +103,7 @@ def qk_norm_rotary_write(
         TILE=tile,
         KEYS=k_out is not None,
         FP8=fp8,
+        PDL=PDL,
+        launch_pdl=PDL,
         num_warps=warps,
     )

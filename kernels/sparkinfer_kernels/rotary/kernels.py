@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparkinfer_kernels.programmatic import wait_for_previous
+
 
 @triton.jit
 def _to_cache(x, scale_ptr, which, cache_ptr, FP8: tl.constexpr):
@@ -36,8 +38,10 @@ def qk_norm_rotary_kernel(
     TILE: tl.constexpr,
     KEYS: tl.constexpr,
     FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """TILE heads of one token: first queries, then keys, then values (whose place in a row comes after the gates)."""
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TILE
     head = tl.arange(0, TILE)
