@@ -1,12 +1,16 @@
 """Time the Gated DeltaNet kernels on this GPU: one layer's time in a graph of many, each layer with its own state.
 
-    python kernels/measure_gdn.py [decode] [prefill] [parts]
+    python kernels/measure_gdn.py [decode] [prefill] [parts] [sweep]
+
+SHARD=i/n compiles and times only every n-th variant of a sweep: n processes fill the compiler's cache for the one that
+times.
 
 Prints microseconds a layer, bytes moved over that time, and for prefill the operations of the chunked form.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,17 +95,62 @@ def decode_us(heads: Heads, rows: int, tuning: Tuning, dtype: torch.dtype = torc
 
 def measure_decode() -> None:
     default = tuning_for(torch.device("cuda"))
-    variants = {"shipped": default.decode, "w8": Launch(8), "w8r128": Launch(8, maxnreg=128), "w16": Launch(16),
-                "w4r255": Launch(4)}  # fmt: skip
-    print("decode: model rows state variant us TB/s")
+    print("decode: model rows state us TB/s")
     for name, heads in MODELS.items():
         for dtype in (torch.float32, torch.bfloat16):
-            size = 2 if dtype == torch.bfloat16 else 4
             for rows in (1, 4, 16, 32):
-                for variant, launch in variants.items():
-                    us = decode_us(heads, rows, replace(default, decode=launch), dtype)
-                    moved = rows * heads.value * HEAD_DIM * HEAD_DIM * size * 2
-                    print(f"{name} {rows:3d} {str(dtype)[6:]:9s} {variant:8s} {us:8.2f} {moved / us / 1e6:6.2f}")
+                us = decode_us(heads, rows, default, dtype)
+                print(
+                    f"{name} {rows:3d} {str(dtype)[6:]:9s} {us:8.2f} {state_bytes(heads, rows, dtype) / us / 1e6:6.2f}"
+                )
+
+
+def state_bytes(heads: Heads, rows: int, dtype: torch.dtype) -> int:
+    """Bytes of state that a step reads and writes."""
+    return rows * heads.value * HEAD_DIM * HEAD_DIM * dtype.itemsize * 2
+
+
+def shard(variants: list[Launch]) -> list[Launch]:
+    number, count = (int(x) for x in os.environ.get("SHARD", "0/1").split("/"))
+    return variants[number::count]
+
+
+def sweep_decode() -> None:
+    default = tuning_for(torch.device("cuda"))
+    variants = [
+        Launch(4, block=128), Launch(4, block=64), Launch(4, block=64, maxnreg=128), Launch(8, block=128, maxnreg=128),
+        Launch(8, block=128), Launch(8, block=64), Launch(8, block=64, maxnreg=80), Launch(2, block=64),
+        Launch(4, block=64, maxnreg=168), Launch(1, block=64),
+    ]  # fmt: skip
+    heads = MODELS["27B"]
+    print("sweep decode 27B: variant, us at rows 1 4 16 32 fp32, 1 32 bf16; TB/s at 32 fp32")
+    for launch in shard(variants):
+        tuning = replace(default, decode=launch, decode_many=launch)
+        times = [decode_us(heads, rows, tuning) for rows in (1, 4, 16, 32)]
+        low = [decode_us(heads, rows, tuning, torch.bfloat16) for rows in (1, 32)]
+        rate = state_bytes(heads, 32, torch.float32) / times[-1] / 1e6
+        print(launch, " ".join(f"{us:.2f}" for us in times + low), f"{rate:.2f}", flush=True)
+
+
+def sweep_prefill() -> None:
+    default = tuning_for(torch.device("cuda"))
+    sweeps = {
+        "conv": [Launch(warps, block=block) for block in (8, 16, 32) for warps in (1, 2, 4)],
+        "transform": [Launch(4), Launch(4, maxnreg=168), Launch(4, maxnreg=128)],
+        "output": [
+            Launch(warps, stages, programs=n) for warps in (4, 8) for stages, n in ((1, 2), (2, 1), (2, 2), (3, 1))
+        ]
+        + [Launch(4, 1, programs=3, maxnreg=168), Launch(8, 1, programs=2, maxnreg=128)],
+        "scan": [Launch(4, stages, block) for block in (16, 32, 64) for stages in (2, 3)]
+        + [Launch(8, stages, block) for block in (32, 64, 128) for stages in (2, 3)],
+    }
+    long, many, short = (Pass(MODELS["27B"], *SHAPES[shape]) for shape in ("1x8192", "8x1024", "1x1024"))
+    print("sweep prefill 27B: kernel, variant, us at 1x8192 8x1024 1x1024")
+    for name, variants in sweeps.items():
+        for launch in shard(variants):
+            tuning = replace(default, **{name: launch})
+            times = [one.part_us(tuning, name)[name] for one in (long, many, short)]
+            print(name, launch, " ".join(f"{us:.1f}" for us in times), flush=True)
 
 
 class Pass:
@@ -143,7 +192,7 @@ class Pass:
 
         return graph_us(body, 4)
 
-    def part_us(self, tuning: Tuning) -> dict[str, float]:
+    def part_us(self, tuning: Tuning, only: str = "") -> dict[str, float]:
         """Time of each kernel, repeated on its own."""
         model, space, heads = self.model, self.workspace, self.heads
         window, state = model.window[0], model.state[0]
@@ -162,7 +211,7 @@ class Pass:
                 self.proj, norm, EPS, self.out, space, heads, self.sequences, tuning.output
             ),
         }
-        return {name: graph_us(eight(body), 8) for name, body in bodies.items()}
+        return {name: graph_us(eight(body), 8) for name, body in bodies.items() if only in name}
 
 
 def eight(body: Callable[[], None]) -> Callable[[], None]:
@@ -209,5 +258,8 @@ if __name__ == "__main__":
     wanted = sys.argv[1:] or ["decode", "prefill"]
     if "decode" in wanted:
         measure_decode()
+    if "sweep" in wanted:
+        sweep_decode()
+        sweep_prefill()
     if "prefill" in wanted or "parts" in wanted:
         measure_prefill("parts" in wanted)

@@ -5,6 +5,7 @@ The update of single tokens is part of `gated_delta_rule.gpu.gdn_decode`.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 
 CHUNK = 64
 HEAD_DIM = 128
+
+
+MOST_HEADS = 8
+
+
+def heads_together(heads: Heads) -> int:
+    """Heads that one program takes: a power of two that divides the counts of queries', keys' and values' heads."""
+    common = math.gcd(heads.key, heads.value, MOST_HEADS)
+    return common & -common
 
 
 def causal_conv1d_prefill(
@@ -38,7 +48,8 @@ def causal_conv1d_prefill(
     """
     chunks = workspace.chunks(proj.shape[0], slots.shape[0])
     block = launch.block
-    conv_prefill_kernel[(2 * heads.key + heads.value, chunks * (CHUNK // block))](
+    grouped = heads_together(heads)
+    conv_prefill_kernel[((2 * heads.key + heads.value) // grouped, chunks * (CHUNK // block))](
         proj, window, slots, cu_seqlens, starts, weight, workspace.mixed,
         workspace.chunk_sequence, workspace.chunk_token, workspace.chunk_length, workspace.chunk_checkpoint,
         cu_seqlens if checkpoints is None else checkpoints.sequence,
@@ -47,6 +58,6 @@ def causal_conv1d_prefill(
         proj.stride(0), window.stride(0),
         0 if checkpoints is None else checkpoints.window.stride(0),
         0 if checkpoints is None else checkpoints.sequence.shape[0],
-        HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK, BLOCK=block, CHECKPOINTS=checkpoints is not None,
-        **launch.options,
+        HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK, BLOCK=block, HEADS=grouped,
+        CHECKPOINTS=checkpoints is not None, **launch.options,
     )  # fmt: skip

@@ -18,48 +18,55 @@ def conv_prefill_kernel(
     checkpoint_sequence, checkpoint_position, checkpoint_window,
     row_stride, window_stride, checkpoint_stride, checkpoints,
     HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    CHECKPOINTS: tl.constexpr,
+    HEADS: tl.constexpr, CHECKPOINTS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens of one head: convolution, SiLU, and for queries and keys length 1 (queries also D**-0.5)."""
+    """BLOCK tokens of HEADS heads: convolution, SiLU, and for queries and keys length 1 (queries also D**-0.5).
+
+    Goes from token to token with the last three inputs in registers, so every input is loaded once.
+    """
     CHANNELS: tl.constexpr = (2 * HK + HV) * D
     PARTS: tl.constexpr = CHUNK // BLOCK
-    head = tl.program_id(0)
+    group = tl.program_id(0)
     chunk = tl.program_id(1) // PARTS
     part = tl.program_id(1) % PARTS
     sequence = tl.load(chunk_sequence + chunk)
     if sequence < 0:
         return
     length = tl.load(chunk_length + chunk)
-    if part * BLOCK >= length:
-        return
     token = tl.load(chunk_token + chunk)
     first_row = tl.load(cu_seqlens + sequence)
     fresh = tl.load(starts + sequence) == 0
     old = window + tl.load(slots + sequence).to(tl.int64) * window_stride
-    channel = head * D + tl.arange(0, D)
+    head = group * HEADS + tl.arange(0, HEADS)[:, None]
+    lane = tl.arange(0, D)[None, :]
+    channel = head * D + lane
+    w0 = tl.load(weight + channel)
+    w1 = tl.load(weight + CHANNELS + channel)
+    w2 = tl.load(weight + 2 * CHANNELS + channel)
+    w3 = tl.load(weight + 3 * CHANNELS + channel)
 
-    i = part * BLOCK + tl.arange(0, BLOCK)
-    real = (i < length)[:, None]
-    row = token + i
+    row = token + part * BLOCK
     before = row - first_row
-    y = tl.zeros([BLOCK, D], tl.float32)
-    for tap in tl.static_range(4):
-        source = before - 3 + tap
-        x = tl.load(
-            proj + (row - 3 + tap).to(tl.int64)[:, None] * row_stride + channel[None, :],
-            mask=real & (source >= 0)[:, None],
-            other=0.0,
-        ).to(tl.float32)
-        if token + part * BLOCK - first_row < 3:
-            seen = real & (source < 0)[:, None] & (fresh == 0)
-            at = old + (source + 3)[:, None] * CHANNELS + channel[None, :]
-            x += tl.load(at, mask=seen, other=0.0).to(tl.float32)
-        y += x * tl.load(weight + tap * CHANNELS + channel)[None, :]
-    y = silu(y)
-    if head < 2 * HK:
-        scale = tl.where(head < HK, D**-0.5, 1.0)
-        y *= (tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * scale)[:, None]
-    tl.store(mixed + row.to(tl.int64)[:, None] * CHANNELS + channel[None, :], y.to(mixed.dtype.element_ty), mask=real)
+    at = proj + row.to(tl.int64) * row_stride + channel
+    some = part * BLOCK < length
+    x0 = tl.load(at - 3 * row_stride, mask=(channel >= 0) & some & (before >= 3), other=0.0).to(tl.float32)
+    x1 = tl.load(at - 2 * row_stride, mask=(channel >= 0) & some & (before >= 2), other=0.0).to(tl.float32)
+    x2 = tl.load(at - row_stride, mask=(channel >= 0) & some & (before >= 1), other=0.0).to(tl.float32)
+    if some & (before < 3) & (fresh == 0):
+        seen = (channel >= 0) & (before <= 2)
+        x0 += tl.load(old + before * CHANNELS + channel, mask=seen, other=0.0).to(tl.float32)
+        x1 += tl.load(old + (before + 1) * CHANNELS + channel, mask=seen & (before <= 1), other=0.0).to(tl.float32)
+        x2 += tl.load(old + (before + 2) * CHANNELS + channel, mask=seen & (before <= 0), other=0.0).to(tl.float32)
+    to = mixed + ((chunk.to(tl.int64) * (2 * HK + HV) + head) * CHUNK + part * BLOCK) * D + lane
+    scale = tl.where(group * HEADS < HK, D**-0.5, 1.0)
+    for t in tl.static_range(BLOCK):
+        real = part * BLOCK + t < length
+        x3 = tl.load(at + t * row_stride, mask=(channel >= 0) & real, other=0.0).to(tl.float32)
+        y = silu(x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3)
+        if group * HEADS < 2 * HK:
+            y *= (tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * scale)[:, None]
+        tl.store(to + t * D, tl.where(real, y, 0.0).to(mixed.dtype.element_ty))
+        x0, x1, x2 = x1, x2, x3
 
     if CHECKPOINTS:  # noqa: SIM102 - decided at compile time
         if part == 0:
@@ -69,10 +76,9 @@ def conv_prefill_kernel(
             more = n >= 0
             while more:
                 done = tl.load(checkpoint_position + n) - start
-                save_window(
-                    proj, old, checkpoint_window + n.to(tl.int64) * checkpoint_stride, first_row, done, row_stride,
-                    channel, fresh, CHANNELS=CHANNELS,
-                )  # fmt: skip
+                saved = checkpoint_window + n.to(tl.int64) * checkpoint_stride
+                flat = group * (HEADS * D) + tl.arange(0, HEADS * D)
+                save_window(proj, old, saved, first_row, done, row_stride, flat, fresh, CHANNELS)
                 n += 1
                 more = n < checkpoints
                 if more:

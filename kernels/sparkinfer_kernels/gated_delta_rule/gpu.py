@@ -57,12 +57,12 @@ class DecodeWorkspace:
     """What `gdn_decode` needs beside its tensors; one serves all layers, on one stream at a time."""
 
     tickets: torch.Tensor
-    """[max_rows, Hk] int32, zero between launches: value heads that have read a key head's window."""
+    """[max_rows, Hk * D] int32, zero between launches: value heads that have read a channel of the keys' window."""
 
 
 def make_decode_workspace(max_rows: int, key_heads: int, device: torch.device | str) -> DecodeWorkspace:
     """A workspace for up to `max_rows` rows."""
-    return DecodeWorkspace(torch.zeros(max_rows, key_heads, dtype=torch.int32, device=device))
+    return DecodeWorkspace(torch.zeros(max_rows, key_heads * HEAD_DIM, dtype=torch.int32, device=device))
 
 
 def gdn_decode(
@@ -101,16 +101,16 @@ def gdn_decode(
     """
     heads = heads_of(proj, window, state, conv_weight)
     rows = proj.shape[0]
-    if workspace.tickets.shape[0] < rows or workspace.tickets.shape[1] != heads.key:
-        raise ValueError(
-            f"the workspace has tickets {tuple(workspace.tickets.shape)}, needed are [>= {rows}, {heads.key}]"
-        )
+    have, channels = workspace.tickets.shape
+    if have < rows or channels != heads.key * HEAD_DIM:
+        raise ValueError(f"the workspace has tickets [{have}, {channels}], needed are [{rows}, {heads.key * HEAD_DIM}]")
     if out is None:
         out = torch.empty(rows, heads.value * HEAD_DIM, dtype=proj.dtype, device=proj.device)
     if rows:
-        decode_kernels.launch(
+        tuning = tuning or tuning_for(proj.device)
+        decode_kernels.launch_decode(
             proj, window, state, slots, conv_weight, neg_exp_a_log, dt_bias, norm_weight, eps, out,
-            workspace.tickets, heads, tuning or tuning_for(proj.device),
+            workspace.tickets, heads, tuning.decode if rows < tuning.many_rows else tuning.decode_many,
         )  # fmt: skip
     return out
 

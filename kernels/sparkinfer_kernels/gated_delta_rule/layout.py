@@ -72,8 +72,10 @@ class PrefillWorkspace:
     """[M] int32: first checkpoint of each chunk, -1 for none."""
     first_chunk: torch.Tensor
     """[R + 1] int32: first chunk of each sequence."""
+    active: torch.Tensor
+    """[1] int32: chunks and blocks of padding rows that have any rows; they come first."""
     mixed: torch.Tensor
-    """[tokens, C] bf16: queries and keys, normalised and scaled, and values."""
+    """[M, 2 * Hk + Hv, CHUNK, D] bf16: queries and keys, normalised and scaled, values; zeros past a chunk's rows."""
     decay: torch.Tensor
     """[M, Hv, CHUNK] fp32: running sum of g from the chunk's begin."""
     w: torch.Tensor
@@ -88,7 +90,7 @@ class PrefillWorkspace:
         """Bytes of all buffers."""
         names = (
             "chunk_sequence", "chunk_token", "chunk_length", "chunk_checkpoint", "first_chunk",
-            "mixed", "decay", "w", "u", "before",
+            "active", "mixed", "decay", "w", "u", "before",
         )  # fmt: skip
         return sum(getattr(self, name).nbytes for name in names)
 
@@ -127,7 +129,8 @@ def make_prefill_workspace(
         chunk_length=ints(chunks),
         chunk_checkpoint=ints(chunks),
         first_chunk=ints(max_sequences + 1),
-        mixed=bf16(max_tokens, heads.channels),
+        active=ints(1),
+        mixed=bf16(chunks, 2 * heads.key + heads.value, CHUNK, HEAD_DIM),
         decay=torch.empty(chunks, heads.value, CHUNK, dtype=torch.float32, device=device),
         w=bf16(chunks, heads.value, CHUNK, HEAD_DIM),
         u=bf16(chunks, heads.value, CHUNK, HEAD_DIM),
@@ -164,7 +167,7 @@ def heads_of(proj: torch.Tensor, window: torch.Tensor, state: torch.Tensor, conv
 @triton.jit
 def plan_kernel(
     cu_seqlens, starts, checkpoint_sequence, checkpoint_position,
-    chunk_sequence, chunk_token, chunk_length, chunk_checkpoint, first_chunk,
+    chunk_sequence, chunk_token, chunk_length, chunk_checkpoint, first_chunk, active,
     tokens, sequences, chunks, checkpoints,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr, CHECKPOINTS: tl.constexpr,
 ):  # fmt: skip
@@ -182,6 +185,7 @@ def plan_kernel(
     if tl.program_id(0) == 0:
         tl.store(first_chunk + r, stop - count, mask=real)
         tl.store(first_chunk + sequences, used_chunks)
+        tl.store(active, used_chunks + (tokens - used_rows + CHUNK - 1) // CHUNK)
 
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = (c[:, None] >= (stop - count)[None, :]) & (c[:, None] < stop[None, :])
@@ -239,7 +243,7 @@ def plan_prefill(
         cu_seqlens if checkpoints is None else checkpoints.sequence,
         cu_seqlens if checkpoints is None else checkpoints.position,
         workspace.chunk_sequence, workspace.chunk_token, workspace.chunk_length, workspace.chunk_checkpoint,
-        workspace.first_chunk, tokens, sequences, chunks, wanted,
+        workspace.first_chunk, workspace.active, tokens, sequences, chunks, wanted,
         CHUNK=CHUNK, BLOCK=PLAN_BLOCK, SEQUENCES=triton.next_power_of_2(sequences),
         CHECKPOINTS=triton.next_power_of_2(wanted) if wanted else 0,
     )  # fmt: skip

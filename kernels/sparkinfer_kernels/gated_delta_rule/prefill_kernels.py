@@ -12,6 +12,8 @@ Rows of a chunk past its length have k = v = 0, beta = 0 and g = 0, so G stays a
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -23,35 +25,38 @@ from sparkinfer_kernels.gated_delta_rule.tuned import Launch
 
 
 @triton.jit
-def unit_lower_inverse(a, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def unit_lower_inverse(a, scratch, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """(I + a)^-1 for strictly lower triangular a [SIZE, SIZE], fp32, SIZE = 4 * BLOCK.
 
-    Diagonal blocks by forward substitution, which does not cancel where keys repeat. With D their inverses and N the
-    part of a below them, (I + a)^-1 = (I + DN)^-1 D, and DN is nilpotent in four steps: (I - DN)(I + (DN)^2) D.
+    Diagonal blocks by substitution, which does not cancel where keys repeat: row r of an inverse X follows from its
+    last column on, X_rc = I_rc - sum over j > c of X_rj a_jc, all rows at once. With D their inverses and N the part of
+    a below them, (I + a)^-1 = (I + DN)^-1 D, and DN is nilpotent in four steps: (I - DN)(I + (DN)^2) D. No element of
+    these exceeds 64 (each step of the rule contracts), so fp16 holds them with the precision of tf32.
+
+    scratch: SIZE * BLOCK fp32 that no other program uses.
     """
     BLOCKS: tl.constexpr = SIZE // BLOCK
     i = tl.arange(0, SIZE)
+    j = tl.arange(0, BLOCK)
     same = (i // BLOCK)[:, None] == (i // BLOCK)[None, :]
-    one = tl.arange(0, BLOCKS)
-    r = tl.arange(0, BLOCK)
-    pick = one[:, None, None, None] == one[None, None, :, None]
-    inner = tl.sum(tl.where(pick, tl.reshape(a, [BLOCKS, BLOCK, BLOCKS, BLOCK]), 0.0), 2)
-    x = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, tl.zeros([BLOCKS, BLOCK, BLOCK], tl.float32))
+    tl.store(scratch + i[None, :] * BLOCK + (i % BLOCK)[:, None], a, mask=same)
+    tl.debug_barrier()
+    x = tl.where((i % BLOCK)[:, None] == j[None, :], 1.0, tl.zeros([SIZE, BLOCK], tl.float32))
     for step in tl.static_range(1, BLOCK):
-        row = tl.sum(tl.where((r == step)[None, :, None], inner, 0.0), 1)
-        update = tl.sum(row[:, :, None] * x, 1)
-        x -= tl.where((r == step)[None, :, None], update[:, None, :], 0.0)
-    d = tl.where(pick, x[:, :, None, :], 0.0)
-    d = tl.reshape(d, [SIZE, SIZE])
-    m = tl.dot(d, tl.where(same, 0.0, a))
-    m2 = tl.dot(m, m)
-    right = d + tl.dot(m2, d)
-    return right - tl.dot(m, right)
+        c = BLOCK - 1 - step
+        column = tl.load(scratch + (i // BLOCK * BLOCK + c)[:, None] * BLOCK + j[None, :])
+        x -= tl.where(j[None, :] == c, tl.sum(x * column, 1)[:, None], 0.0)
+    at = tl.arange(0, BLOCKS)[None, :, None] == (i // BLOCK)[:, None, None]
+    d = tl.reshape(tl.where(at, x[:, None, :], 0.0), [SIZE, SIZE])
+    d16 = d.to(tl.float16)
+    m16 = tl.dot(d16, tl.where(same, 0.0, a).to(tl.float16)).to(tl.float16)
+    right = tl.dot(tl.dot(m16, m16).to(tl.float16), d16, d)
+    return right - tl.dot(m16, right.to(tl.float16))
 
 
 @triton.jit
 def transform_kernel(
-    proj, window, slots, cu_seqlens, starts, neg_exp_a_log, dt_bias, mixed, decay, w, u,
+    proj, window, slots, cu_seqlens, starts, neg_exp_a_log, dt_bias, mixed, decay, w, u, before,
     chunk_sequence, chunk_token, chunk_length, row_stride, window_stride,
     HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -73,18 +78,20 @@ def transform_kernel(
     gates = proj + rows * row_stride + CHANNELS + HV * D + head
     b = tl.load(gates, mask=real, other=0.0).to(tl.float32)
     a = tl.load(gates + HV, mask=real, other=0.0).to(tl.float32)
-    k = tl.load(
-        mixed + rows[:, None] * CHANNELS + ((HK + head // GROUP) * D + lane)[None, :], mask=real[:, None], other=0.0
-    )
-    v = tl.load(mixed + rows[:, None] * CHANNELS + ((2 * HK + head) * D + lane)[None, :], mask=real[:, None], other=0.0)
+    heads = mixed + chunk.to(tl.int64) * (CHANNELS * CHUNK) + i[:, None] * D + lane[None, :]
+    k = tl.load(heads + (HK + head // GROUP) * (CHUNK * D))
+    v = tl.load(heads + (2 * HK + head) * (CHUNK * D))
     beta = tl.where(real, tl.sigmoid(b), 0.0)
     g = tl.where(real, tl.load(neg_exp_a_log + head) * softplus(a + tl.load(dt_bias + head)), 0.0)
     total = tl.cumsum(g, 0)
     tl.store(decay + base * CHUNK + i, total)
+    products = tl.dot(k, tl.trans(k))
     below = i[:, None] > i[None, :]
     ratio = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
-    system = tl.where(below, tl.dot(k, tl.trans(k)) * ratio * beta[:, None], 0.0)
-    inverse = unit_lower_inverse(system, CHUNK, CHUNK // 4) * beta[None, :]
+    system = tl.where(below, products * ratio * beta[:, None], 0.0)
+    # The states before the chunks are written after this kernel: their place holds the scratch.
+    scratch = (before + base * (D * D)).to(tl.pointer_type(tl.float32))
+    inverse = unit_lower_inverse(system, scratch, CHUNK, CHUNK // 4) * beta[None, :]
     to = base * (CHUNK * D) + i[:, None] * D + lane[None, :]
     tl.store(u + to, tl.dot(inverse.to(v.dtype), v).to(u.dtype.element_ty))
     inverse *= tl.exp(total)[None, :]
@@ -115,8 +122,7 @@ def scan_kernel(
     SPLIT: tl.constexpr = D // COLUMNS
     head = tl.program_id(0) // SPLIT
     sequence = tl.program_id(1)
-    first_row = tl.load(cu_seqlens + sequence)
-    length = tl.load(cu_seqlens + sequence + 1) - first_row
+    length = tl.load(cu_seqlens + sequence + 1) - tl.load(cu_seqlens + sequence)
     if length == 0:
         return
     start = tl.load(starts + sequence)
@@ -128,14 +134,10 @@ def scan_kernel(
     square = lane[:, None] * D + column[None, :]
     own = state + tl.load(slots + sequence).to(tl.int64) * state_stride + head * D * D + square
     s = tl.load(own, mask=(start > 0) & (lane[:, None] >= 0) & (column[None, :] >= 0), other=0.0).to(tl.float32)
-    keys = mixed + ((HK + head // GROUP) * D + lane)[None, :]
+    keys = mixed + (HK + head // GROUP) * (CHUNK * D) + i[:, None] * D + lane[None, :]
     for n in range(0, chunks):
-        edge = (start // CHUNK + n) * CHUNK
-        begin = tl.maximum(start, edge) - start
-        end = tl.minimum(length, edge + CHUNK - start)
         base = (first + n).to(tl.int64) * HV + head
-        rows = (first_row + begin + i).to(tl.int64)
-        k = tl.load(keys + rows[:, None] * CHANNELS, mask=(begin + i < end)[:, None], other=0.0)
+        k = tl.load(keys + (first + n).to(tl.int64) * (CHANNELS * CHUNK))
         w_tile = tl.load(w + base * (CHUNK * D) + i[:, None] * D + lane[None, :])
         at = u + base * (CHUNK * D) + i[:, None] * D + column[None, :]
         u_tile = tl.load(at)
@@ -157,7 +159,7 @@ def scan_kernel(
 
 @triton.jit
 def checkpoint_kernel(
-    starts, mixed, decay, u, first_chunk, chunk_token, chunk_length, chunk_checkpoint,
+    starts, mixed, decay, u, first_chunk, chunk_length, chunk_checkpoint,
     checkpoint_sequence, checkpoint_position, checkpoint_state, checkpoint_stride, checkpoints,
     HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -184,9 +186,8 @@ def checkpoint_kernel(
     column = (tl.program_id(0) % SPLIT) * COLUMNS + tl.arange(0, COLUMNS)
     square = head * D * D + lane[:, None] * D + column[None, :]
     base = chunk.to(tl.int64) * HV + head
-    rows = (tl.load(chunk_token + chunk) + i).to(tl.int64)
-    keys = mixed + rows[:, None] * CHANNELS + ((HK + head // GROUP) * D + lane)[None, :]
-    k = tl.load(keys, mask=(i < length)[:, None], other=0.0)
+    keys = mixed + chunk.to(tl.int64) * (CHANNELS * CHUNK) + (HK + head // GROUP) * (CHUNK * D)
+    k = tl.load(keys + i[:, None] * D + lane[None, :])
     v_new = tl.load(u + base * (CHUNK * D) + i[:, None] * D + column[None, :])
     total = tl.load(decay + base * CHUNK + i)
     saved = checkpoint_state + n.to(tl.int64) * checkpoint_stride + square
@@ -213,44 +214,43 @@ def checkpoint_kernel(
 
 @triton.jit
 def output_kernel(
-    proj, norm_weight, out, mixed, decay, v_new, before, chunk_sequence, chunk_token, chunk_length,
+    proj, norm_weight, out, mixed, decay, v_new, before, active, chunk_sequence, chunk_token, chunk_length,
     row_stride, out_stride, eps,
     HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of one chunk of one value head, normed and gated; zeros in padding rows."""
+    """Outputs of chunks of single value heads, normed and gated, one after another; zeros in padding rows."""
     CHANNELS: tl.constexpr = (2 * HK + HV) * D
     GROUP: tl.constexpr = HV // HK
-    head = tl.program_id(0)
-    chunk = tl.program_id(1)
-    length = tl.load(chunk_length + chunk)
-    if length == 0:
-        return
-    token = tl.load(chunk_token + chunk)
     i = tl.arange(0, CHUNK)
     lane = tl.arange(0, D)
-    real = (i < length)[:, None]
-    rows = (token + i).to(tl.int64)
-    to = out + rows[:, None] * out_stride + (head * D + lane)[None, :]
-    if tl.load(chunk_sequence + chunk) < 0:
-        tl.store(to, tl.zeros([CHUNK, D], out.dtype.element_ty), mask=real)
-        return
-    base = chunk.to(tl.int64) * HV + head
-    q_at = mixed + rows[:, None] * CHANNELS + ((head // GROUP) * D + lane)[None, :]
-    q = tl.load(q_at, mask=real, other=0.0)
-    k = tl.load(q_at + HK * D, mask=real, other=0.0)
-    total = tl.load(decay + base * CHUNK + i)
-    s = tl.load(before + base * (D * D) + lane[:, None] * D + lane[None, :])
-    v = tl.load(v_new + base * (CHUNK * D) + i[:, None] * D + lane[None, :])
-    o = tl.dot(q, s) * tl.exp(total)[:, None]
+    tile = i[:, None] * D + lane[None, :]
+    weight = tl.load(norm_weight + lane)
     seen = i[:, None] >= i[None, :]
-    ratio = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
-    inner = tl.where(seen, tl.dot(q, tl.trans(k)) * ratio, 0.0)
-    o = tl.dot(inner.to(v.dtype), v, o)
-    z = tl.load(proj + rows[:, None] * row_stride + (CHANNELS + head * D + lane)[None, :], mask=real, other=0.0).to(
-        tl.float32
-    )
-    o *= tl.rsqrt(tl.sum(o * o, 1) / D + eps)[:, None] * tl.load(norm_weight + lane)[None, :]
-    tl.store(to, (o * silu(z)).to(out.dtype.element_ty), mask=real)
+    for unit in range(tl.program_id(0), tl.load(active) * HV, tl.num_programs(0)):
+        chunk = unit // HV
+        head = unit % HV
+        # A block of padding rows goes the same way with zeros for everything.
+        used = tl.load(chunk_sequence + chunk) >= 0
+        base = chunk.to(tl.int64) * HV + head
+        heads = mixed + chunk.to(tl.int64) * (CHANNELS * CHUNK) + tile
+        mask = used & (tile >= 0)
+        q = tl.load(heads + (head // GROUP) * (CHUNK * D), mask=mask, other=0.0)
+        k = tl.load(heads + (HK + head // GROUP) * (CHUNK * D), mask=mask, other=0.0)
+        square = lane[:, None] * D + lane[None, :]
+        s = tl.load(before + base * (D * D) + square, mask=used & (square >= 0), other=0.0)
+        v = tl.load(v_new + base * (CHUNK * D) + tile, mask=mask, other=0.0)
+        total = tl.load(decay + base * CHUNK + i, mask=used & (i >= 0), other=0.0)
+        length = tl.load(chunk_length + chunk)
+        rows = (tl.load(chunk_token + chunk) + i).to(tl.int64)
+        real = (i < length)[:, None]
+        z = tl.load(proj + rows[:, None] * row_stride + (CHANNELS + head * D + lane)[None, :], mask=real, other=0.0)
+        o = tl.dot(q, s) * tl.exp(total)[:, None]
+        ratio = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+        inner = tl.where(seen, tl.dot(q, tl.trans(k)) * ratio, 0.0)
+        o = tl.dot(inner.to(v.dtype), v, o)
+        o *= tl.rsqrt(tl.sum(o * o, 1) / D + eps)[:, None] * weight[None, :]
+        to = out + rows[:, None] * out_stride + (head * D + lane)[None, :]
+        tl.store(to, (o * silu(z.to(tl.float32))).to(out.dtype.element_ty), mask=real)
 
 
 def transform_chunks(
@@ -268,7 +268,7 @@ def transform_chunks(
     """Write `workspace.decay`, `w` and `u`, and each slot's new window."""
     transform_kernel[(heads.value, workspace.chunks(proj.shape[0], slots.shape[0]))](
         proj, window, slots, cu_seqlens, starts, neg_exp_a_log, dt_bias,
-        workspace.mixed, workspace.decay, workspace.w, workspace.u,
+        workspace.mixed, workspace.decay, workspace.w, workspace.u, workspace.before,
         workspace.chunk_sequence, workspace.chunk_token, workspace.chunk_length, proj.stride(0), window.stride(0),
         HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK,
         **launch.options,
@@ -302,7 +302,7 @@ def finish_checkpoints(
     wanted = checkpoints.sequence.shape[0]
     checkpoint_kernel[(heads.value * (HEAD_DIM // launch.block), wanted)](
         starts, workspace.mixed, workspace.decay, workspace.u, workspace.first_chunk,
-        workspace.chunk_token, workspace.chunk_length, workspace.chunk_checkpoint,
+        workspace.chunk_length, workspace.chunk_checkpoint,
         checkpoints.sequence, checkpoints.position, checkpoints.state, checkpoints.state.stride(0), wanted,
         HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK, COLUMNS=launch.block,
         **launch.options,
@@ -320,10 +320,17 @@ def write_outputs(
     launch: Launch,
 ) -> None:
     """Write `out` from the states before the chunks and v_new."""
-    output_kernel[(heads.value, workspace.chunks(proj.shape[0], sequences))](
-        proj, norm_weight, out, workspace.mixed, workspace.decay, workspace.u, workspace.before,
+    units = heads.value * workspace.chunks(proj.shape[0], sequences)
+    output_kernel[(min(units, launch.programs * multiprocessors(proj.device)),)](
+        proj, norm_weight, out, workspace.mixed, workspace.decay, workspace.u, workspace.before, workspace.active,
         workspace.chunk_sequence, workspace.chunk_token, workspace.chunk_length,
         proj.stride(0), out.stride(0), eps,
         HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK,
         **launch.options,
     )  # fmt: skip
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; some number for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -13,11 +13,16 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one kernel is launched. `block`: its tile, where it has one (tokens of `conv`, columns of V of `scan`)."""
+    """How one kernel is launched.
+
+    `block`: tokens of a tile of `conv`, columns of V at a time of `decode`, `scan` and `checkpoint`. `programs`: of
+    `output`, how many run at a time on a multiprocessor.
+    """
 
     num_warps: int
     num_stages: int = 1
     block: int = 0
+    programs: int = 0
     maxnreg: int | None = None
 
     @property
@@ -30,7 +35,10 @@ class Launch:
 class Tuning:
     """Launch parameters of all kernels of the operation."""
 
+    many_rows: int
+    """Rows from which on `decode_many` is faster than `decode`."""
     decode: Launch
+    decode_many: Launch
     conv: Launch
     transform: Launch
     scan: Launch
@@ -41,8 +49,12 @@ class Tuning:
 @cache
 def tunings() -> dict[str, Tuning]:
     """By architecture, e.g. "sm_90"."""
-    table: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("tuned.json").read_text())
-    return {arch: Tuning(**{name: Launch(**one) for name, one in kernels.items()}) for arch, kernels in table.items()}
+    table: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("tuned.json").read_text())
+    return {arch: _tuning(**entries) for arch, entries in table.items()}
+
+
+def _tuning(many_rows: int, **kernels: dict[str, int]) -> Tuning:
+    return Tuning(many_rows, **{name: Launch(**launch) for name, launch in kernels.items()})
 
 
 @cache
