@@ -337,10 +337,10 @@ def attention_prefill_fresh(
     Returns:
         `out`.
     """
-    heads = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     backend = SDPBackend.CUDNN_ATTENTION if q.is_cuda else SDPBackend.MATH
     with sdpa_kernel(backend):
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)[0]
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)[0]
     count, hq, d = q.shape
     gate_kernel[(count,)](
         attended,
