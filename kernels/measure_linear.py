@@ -1,6 +1,6 @@
 """Check and time the projections of `sparkinfer_kernels.linear` on a GPU.
 
-`python kernels/measure_linear.py [--out FOLDER] PART...` with PART of: check, check_large, tune, table, large. Weights
+`python kernels/measure_linear.py [--out FOLDER] PART...` with PART of: check, check_fp8, check_large, tune, table, large. Weights
 are random and several copies of them, larger together than the second-level cache, are used in turn in a graph. `tune`
 tries many launch parameters and writes those that won to FOLDER/tuned.json.
 """
@@ -40,7 +40,7 @@ SHAPES = {
 }
 """Projections as (N, K)."""
 ROWS = (1, 4, 8, 16, 32, 64)
-TUNED_ROWS = (1, 16, 32)
+TUNED_ROWS = (1, 16, 32, 64)
 
 
 class Parts:
@@ -281,7 +281,7 @@ def large() -> None:
 
 def check_large() -> None:
     """Exact and FP8 products and SwiGLU against fp64."""
-    for n, k, m in [(1536, 512, 65), (1544, 272, 1000), (2048, 1024, 333)]:
+    for n, k, m in [(1536, 512, 65), (1552, 272, 1000), (2048, 1024, 333)]:
         one, two = Parts(n // 2, k), Parts(n // 2, k, 3e-4)
         plain = torch.cat([one.plain(), two.plain()]).double()
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
@@ -316,10 +316,44 @@ def check_large() -> None:
     )
 
 
+def check_fp8() -> None:
+    """FP8 weights with row and block scales at few rows against fp64, and their rate on an output matrix."""
+    for n, k, m in [(1000, 272, 1), (5120, 6144, 5), (2048, 1024, 33)]:
+        values = torch.randn(n, k, device="cuda").to(weights.FP8)
+        scales = torch.rand(-(-n // 128), -(-k // 128), device="cuda") + 0.5
+        block = weights.prepare_fp8_block([(values, scales)])
+        row = weights.Fp8RowWeight(values, torch.rand(n, device="cuda") + 0.5)
+        workspace = make_workspace([block, row], m)
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        full = scales.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k] * values.double()
+        off = [error(linear(x, block, workspace), x.double() @ full.T)]
+        off.append(error(linear(x, row, workspace), x.double() @ (values.double() * row.scales.double()[:, None]).T))
+        print(f"fp8 {n} x {k}, M {m}: errors", *(f"{one:.1e}" for one in off), flush=True)
+    n = 248320
+    for k, m in itertools.product((5120, 2048), (1, 32)):
+        row = weights.Fp8RowWeight(torch.randn(n, k, device="cuda").to(weights.FP8), torch.rand(n, device="cuda"))
+        workspace = make_workspace([row], m)
+        x, y = (torch.randn(m, size, device="cuda", dtype=torch.bfloat16) for size in (k, n))
+        for values in [
+            (4, 2, 1, 1, 4, 1),
+            (4, 1, 1, 1, 4, 1),
+            (2, 4, 1, 1, 4, 1),
+            (1, 8, 1, 1, 4, 1),
+            (1, 8, 2, 1, 3, 1),
+        ]:
+            config = Config(*values)
+
+            def run(index: int, config: Config = config) -> None:
+                skinny.product(x, row, workspace.partials, workspace.counters, y, config=config)
+
+            us = graph_time(run, 3)
+            print(f"fp8 head K {k} M {m}: {us:.0f} us {n * k / us / 1e6:.2f} TB/s {values}", flush=True)
+
+
 def main() -> None:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=["check", "check_large", "tune", "table", "large"])
+    parser.add_argument("parts", nargs="+", choices=["check", "check_fp8", "check_large", "tune", "table", "large"])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("JOB_OUT", ".")))
     options = parser.parse_args()
     for part in options.parts:

@@ -62,6 +62,30 @@ def test_skinny_kernel() -> None:
         assert used.count("LDGSTS.E.BYPASS.128") > 0
 
 
+def test_skinny_fp8_kernel() -> None:
+    signature = {("words_ptr" if name == "codes_ptr" else name): kind for name, kind in SKINNY.items()}
+    signature |= {"block_scales_ptr": "*fp32"}
+    del signature["scales_ptr"], signature["row_tiles"]
+    builds = []
+    for values, blocks in (((8, 4, 1, 1, 1, 3), False), ((32, 1, 8, 1, 1, 3), True)):
+        constexprs = dict(zip(("BM", "WK", "WN", "RT", "KB", "STAGES"), values, strict=True))
+        builds += [
+            KernelBuild(
+                "sparkinfer_kernels.linear.skinny_fp8_kernel:fp8_skinny_kernel",
+                signature,
+                {**constexprs, "SPLIT": blocks, "BLOCKS": blocks, "PDL": True},
+                arch=arch,
+                num_warps=values[1] * values[2],
+                divisible=("x_stride", "out_stride", "K", "N"),
+                sass=True,
+            )
+            for arch in (90, 120)
+        ]
+    for used in compile_kernels(builds):
+        used.check(SHARED_LIMIT[used.build.arch], SPILLS[used.build.arch])
+        assert used.count("HMMA") > 0
+
+
 def test_plain_kernels() -> None:
     module = "sparkinfer_kernels.linear.triton_kernels:"
     dequantise = {

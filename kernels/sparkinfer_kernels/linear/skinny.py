@@ -11,10 +11,12 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from sparkinfer_kernels.linear import skinny_kernel
+from sparkinfer_kernels.linear.skinny_fp8_kernel import fp8_skinny_kernel
+from sparkinfer_kernels.linear.skinny_kernel import nvfp4_skinny_kernel
 from sparkinfer_kernels.linear.weights import Fp8BlockWeight, Fp8RowWeight, Nvfp4Weight
 
 PARTIALS = 1 << 23
@@ -28,7 +30,7 @@ TOKENS = (8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Parameters of the kernel, see `skinny_kernel.nvfp4_skinny_kernel`."""
+    """Parameters of the kernel, see `nvfp4_skinny_kernel`."""
 
     wk: int
     wn: int
@@ -105,32 +107,44 @@ def product(
             f"partial sums of {needed} elements in {blocks} blocks exceed the workspace ({partials.numel()},"
             f" {counters.numel()}): a smaller split for N = {n} is needed in tuned.json"
         )
-    if not isinstance(weight, Nvfp4Weight):
-        raise ValueError("the FP8 kernel for few rows is not built yet")
-    skinny_kernel.nvfp4_skinny_kernel[(token_blocks, blocks, chosen.split)](
+    shared = (out, out.stride(0), partials, counters, m, n, k)
+    parameters: dict[str, Any] = {
+        "BM": tokens,
+        "WK": chosen.wk,
+        "WN": chosen.wn,
+        "RT": chosen.rt,
+        "KB": chosen.kb,
+        "STAGES": chosen.stages,
+        "SPLIT": chosen.split > 1,
+        "PDL": PDL,
+        "launch_pdl": PDL,
+        "num_warps": chosen.wk * chosen.wn,
+    }
+    grid = (token_blocks, blocks, chosen.split)
+    if isinstance(weight, Nvfp4Weight):
+        nvfp4_skinny_kernel[grid](
+            x,
+            x.stride(0),
+            weight.codes.view(torch.int32),
+            weight.scales.view(torch.int32),
+            weight.row_scales,
+            *shared,
+            row_tiles,
+            GATE_UP=weight.gate_up,
+            ACTIVATE=activate,
+            **parameters,
+        )
+        return
+    if k % 16:
+        raise ValueError(f"an FP8 weight needs a K that is a multiple of 16, not {k}")
+    by_block = isinstance(weight, Fp8BlockWeight)
+    fp8_skinny_kernel[grid](
         x,
         x.stride(0),
-        weight.codes.view(torch.int32),
-        weight.scales.view(torch.int32),
-        weight.row_scales,
-        out,
-        out.stride(0),
-        partials,
-        counters,
-        m,
-        n,
-        k,
-        row_tiles,
-        BM=tokens,
-        WK=chosen.wk,
-        WN=chosen.wn,
-        RT=chosen.rt,
-        KB=chosen.kb,
-        STAGES=chosen.stages,
-        SPLIT=chosen.split > 1,
-        GATE_UP=weight.gate_up,
-        ACTIVATE=activate,
-        PDL=PDL,
-        launch_pdl=PDL,
-        num_warps=chosen.wk * chosen.wn,
+        weight.values.view(torch.int32),
+        None if by_block else weight.scales,
+        weight.scales if by_block else None,
+        *shared,
+        BLOCKS=by_block,
+        **parameters,
     )

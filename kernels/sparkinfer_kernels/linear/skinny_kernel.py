@@ -319,7 +319,7 @@ def nvfp4_skinny_kernel(
 
     _finish(
         gl.sum(acc, 0), row_scales_ptr, out_ptr, out_stride, partials_ptr, counters_ptr, first_token, block, part, M, N,
-        row_tiles, BM, RN, SPLIT, GATE_UP, ACTIVATE,
+        BM, RN, SPLIT, GATE_UP, ACTIVATE,
     )  # fmt: skip
 
 
@@ -336,7 +336,6 @@ def _finish(
     part,
     M,
     N,
-    row_tiles,
     BM: gl.constexpr,
     RN: gl.constexpr,
     SPLIT: gl.constexpr,
@@ -370,7 +369,8 @@ def _finish(
                 )
     if done:
         row += block * (RN * 16)
-        y *= gl.load(row_scales_ptr + row, mask=row < row_tiles * 16, other=0.0)[:, None]
+        if row_scales_ptr is not None:
+            y *= gl.load(row_scales_ptr + row, mask=row < N, other=0.0)[:, None]
         if ACTIVATE:
             # Rows r * 8 + g of a tile: the gates have r = 0, their ups r = 1, both in one thread.
             pair = y.reshape([RN, 2, 8, BM]).permute([0, 2, 3, 1])
