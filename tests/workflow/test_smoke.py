@@ -25,21 +25,29 @@ def test_smoke_release_end_to_end_and_nothing_to_do_again(checkout: Path, snakem
     cache.mkdir(parents=True, exist_ok=True)
     (checkout / "results" / "cache").symlink_to(cache)
     command = ["make", "smoke", "ARGS=--config profile=cpu"]
+    environment = {**os.environ, "ATTEST_STATE": str(checkout.parent / "attest")}
     first = subprocess.run(
-        command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     assert first.returncode == 0, first.stdout[-6000:]
     (report,) = (checkout / "reports").iterdir()
     assert report.name.startswith("0.1.0-cpu-smoke-")
     for name in ("CHANGELOG.md", "RELEASE_NOTE.md", "report.json", "report.html", "requests.parquet", "commands.txt"):
         assert (report / name).stat().st_size > 0, name
+    assert "not the shipped image (the setting engine_from is `source`)" in first.stdout
+    assert "not the shipped image" in (report / "CHANGELOG.md").read_text()
+    (bundle,) = (report / "bundles").iterdir()
+    assert bundle.name == "evaluation-source.sigstore.json"
+    verified = json.loads((checkout / "results" / report.name / "signed.json").read_text())
+    assert verified["ok"]
+    assert verified["evaluations"] == [report.name]
     data = json.loads((report / "report.json").read_text())
     assert data["schema"] == "sparkinfer/report/v1"
     measured = {(cell["engine"], cell["cell"]) for cell in data["cells"] if cell["metric"] == "output_tok_s"}
     cells = ("chat-c4", "long_answer-c1", "poisson-r1")
     assert measured >= {(engine, cell) for engine in ("sparkinfer", "vllm") for cell in cells}
     again = subprocess.run(
-        command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     assert again.returncode == 0
     assert "Nothing to be done" in again.stdout

@@ -14,9 +14,10 @@ wildcard_constraints:
 rule container_image:
     input:
         ancient(environment_record("engine")),
-        debian="containers/locks/debian-{variant}.json",
-        python="containers/locks/python-{variant}.txt",
-        recipe="containers/image.toml",
+        # The key in the folder's name stands for their content.
+        debian=ancient("containers/locks/debian-{variant}.json"),
+        python=ancient("containers/locks/python-{variant}.txt"),
+        recipe=ancient("containers/image.toml"),
     output:
         "results/images/{variant}-{key}/image.json",
     log:
