@@ -31,7 +31,7 @@ def prompt_digests(raw_results: Path | None) -> list[dict[str, str]]:
     ]
 
 
-RAW_PARTS = ("b[0-9]*/**/*", "checks/*", "servers/*", "prompts/**/*", "failures/**/*", "run.json")
+RAW_PARTS = ("b[0-9]*/**/*", "checks/*", "accuracy/*", "servers/*", "prompts/**/*", "failures/**/*", "run.json")
 """What of a run's raw results is evidence: records, results, exports, checks, the ledger. Logs are not."""
 
 
