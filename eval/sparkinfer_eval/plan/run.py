@@ -92,7 +92,16 @@ class Plan:
         ]
 
     def checks(self) -> list[str]:
-        """Relative paths of every check's JSON."""
+        """Relative paths of every check's JSON.
+
+        Raises ConfigError when the accuracy gate is one and an engine that it compares is not part of the run.
+        """
+        absent = [name for name in ACCURACY_ENGINES if name not in self.engines]
+        if ACCURACY in self.settings["checks"] and absent:
+            raise ConfigError(
+                f"checks: {ACCURACY} compares {' with '.join(ACCURACY_ENGINES)}, and engines lacks "
+                f"{', '.join(absent)}: add it there, or take {ACCURACY} out of checks"
+            )
         return [
             f"results/{self.run}/checks/{check}-{model}.json"
             for check in self.settings["checks"]
@@ -191,16 +200,6 @@ def _slots(
     return tuple(slots)
 
 
-def _check_accuracy(settings: Mapping[str, Any], engines: Mapping[str, EngineUse]) -> None:
-    """Raise ConfigError when the accuracy gate is asked for and an engine that it compares is not part of the run."""
-    absent = [name for name in ACCURACY_ENGINES if name not in engines]
-    if ACCURACY in settings["checks"] and absent:
-        raise ConfigError(
-            f"checks: {ACCURACY} compares {' with '.join(ACCURACY_ENGINES)}, and engines lacks {', '.join(absent)}: "
-            f"add it there, or take {ACCURACY} out of checks"
-        )
-
-
 def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of the caller that set up an engine (SPARKINFER_*, VLLM_*): they change what is measured."""
     own = {name: value for name, value in environ.items() if name.startswith(("SPARKINFER_", "VLLM_"))}
@@ -215,7 +214,6 @@ def make_plan(root: Path, target: str, settings: dict[str, Any], image_digest: s
     cells = resolve_cells(document, settings["scale"], overrides)
     engines = load_engines(root, settings, image_digest)
     models = load_models(root, settings, cells)
-    _check_accuracy(settings, engines)
     version = identity.project_version(root)
     # A smoke run says so in its name.
     profile = settings["profile"] if target == "release" else f"{settings['profile']}-{target}"
