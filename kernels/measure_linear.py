@@ -1,8 +1,8 @@
 """Check and time the projections of `sparkinfer_kernels.linear` on a GPU.
 
-`python kernels/measure_linear.py [--out FOLDER] PART...` with PART of: check, check_fp8, check_large, tune, table, large. Weights
-are random and several copies of them, larger together than the second-level cache, are used in turn in a graph. `tune`
-tries many launch parameters and writes those that won to FOLDER/tuned.json.
+`python kernels/measure_linear.py [--out FOLDER] PART...` with PART: check, check_fp8, check_large, tune, table or large.
+Weights are random and several copies of them, larger together than the second-level cache, are used in turn in a graph.
+`tune` tries many launch parameters and writes those that won to FOLDER/tuned.json.
 """
 
 # ruff: noqa: B023 - every closure of a loop runs within its turn

@@ -159,15 +159,17 @@ def quantise_rows(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -
 
 
 def _product_fp8(x: torch.Tensor, x_scale: torch.Tensor, weight: Fp8RowWeight, out: torch.Tensor) -> torch.Tensor:
-    return torch._scaled_mm(
+    whole = out.is_contiguous()
+    y = torch._scaled_mm(
         x,
         weight.values.t(),
         scale_a=x_scale.unsqueeze(1),
         scale_b=weight.scales.unsqueeze(0),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
-        out=out,
+        out=out if whole else None,
     )
+    return y if whole else out.copy_(y)
 
 
 def _plain(weight: Weight, workspace: Workspace) -> torch.Tensor:
