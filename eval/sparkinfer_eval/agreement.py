@@ -47,12 +47,21 @@ def compare(one: Answer, other: Answer) -> Agreement:
     if parted is None and len(one.tokens) != len(other.tokens):
         parted = shared
     stop = shared if parted is None else parted + 1
-    worst = 0.0
-    for mine, its in zip(one.tops[:stop], other.tops[:stop], strict=False):
-        for token in mine.keys() & its.keys():
-            if max(mine[token], its[token]) >= LEAST_LOGPROB:
-                worst = max(worst, abs(mine[token] - its[token]))
-    return Agreement(parted, worst, _gap(one, other, parted))
+    return Agreement(parted, max(differences(one, other, stop), default=0.0), _gap(one, other, parted))
+
+
+def differences(one: Answer, other: Answer, stop: int | None = None) -> list[float]:
+    """How far each log-probability moved that both answers report, at positions up to `stop` (default: to where the
+    answers part)."""
+    if stop is None:
+        parted = compare(one, other).parted
+        stop = len(one.tops) if parted is None else parted + 1
+    return [
+        abs(mine[token] - its[token])
+        for mine, its in zip(one.tops[:stop], other.tops[:stop], strict=False)
+        for token in mine.keys() & its.keys()
+        if max(mine[token], its[token]) >= LEAST_LOGPROB
+    ]
 
 
 def _gap(one: Answer, other: Answer, parted: int | None) -> float:
@@ -66,14 +75,15 @@ def _gap(one: Answer, other: Answer, parted: int | None) -> float:
     return float("inf") if mine is None or its is None else abs(mine - its)
 
 
-def excused(found: Agreement, greedy: bool, tolerance: float) -> bool:
+def excused(found: Agreement, greedy: bool, tolerance: float, gap: float | None = None) -> bool:
     """Whether answers that part do so within rounding. A seeded choice follows its noise: only the distributions
-    are judged. `tolerance` 0 excuses nothing."""
+    are judged. `tolerance` 0 excuses nothing; `gap` is how far apart a greedy choice may lie, twice the tolerance by
+    default."""
     if found.parted is None:
         return True
     if tolerance <= 0 or found.logprob > tolerance:
         return False
-    return found.gap <= 2 * tolerance if greedy else True
+    return found.gap <= (2 * tolerance if gap is None else gap) if greedy else True
 
 
 def worst(pairs: Sequence[Agreement]) -> float:

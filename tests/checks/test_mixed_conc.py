@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -9,8 +10,15 @@ from pathlib import Path
 import pytest
 from sparkinfer_eval import launch, mixed_conc
 from sparkinfer_eval.agreement import Answer
-from sparkinfer_eval.mixed_conc import Launched
+from sparkinfer_eval.check_program import parser
+from sparkinfer_eval.mixed_conc import Launched, Tolerance
 from sparkinfer_eval.toy_model import ToySize, generate
+
+from sparkinfer.errors import EnvironmentProblem
+from sparkinfer.models.config import load_config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from planted_server import FAULTS
 
 PLANTED = Path(__file__).with_name("planted_server.py")
 
@@ -26,11 +34,13 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
     """Tests share two cores: threads that wait for each other would take minutes."""
     inner = launch.environment
-    monkeypatch.setattr(launch, "environment", lambda settings: {**inner(settings), "SPARKINFER_THREADS": "1"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "environment", lambda settings: {**inner(settings), "SPARKINFER_THREADS": "1"})
+        yield
 
 
 def test_mixing_changes_no_token(model, tmp_path, capsys):
@@ -44,13 +54,64 @@ def test_mixing_changes_no_token(model, tmp_path, capsys):
     assert "warm logprobs: answers that differ of 8" in rows
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_fault_of_mixed_steps_is_caught(model, monkeypatch, capsys, dtype):
-    monkeypatch.setattr(launch, "COMMAND", (sys.executable, str(PLANTED), "serve"))
-    assert mixed_conc.main([str(model), "--dtype", dtype]) == 1
-    differing = [line for line in capsys.readouterr().out.splitlines() if "DIFFERS" in line]
-    assert any("answers that differ" in line for line in differing)
-    assert not any("mixed steps" in line for line in differing)
+def options_for(model, dtype):
+    return parser(mixed_conc.CHECK, None).parse_args([str(model), "--dtype", dtype])
+
+
+@pytest.fixture(scope="module")
+def unmixed(model):
+    """By dtype: request bodies, the launch without mixing, and the limits."""
+
+    @functools.cache
+    def made(dtype):
+        options, exact = options_for(model, dtype), dtype == "float32"
+        bodies = mixed_conc.chats(model, load_config(model), exact)
+        off = mixed_conc.launched(options, mixed_conc.OFF, bodies, exact)
+        if exact:
+            return bodies, off, mixed_conc.EXACT
+        others = [
+            mixed_conc.launched(options, mixed_conc.OFF | each.settings, bodies, exact, each.reverse)
+            for each in mixed_conc.CALIBRATIONS
+        ]
+        return bodies, off, mixed_conc.calibrated(off, others)[0]
+
+    return made
+
+
+CASES = [("bfloat16", None), *(("bfloat16", fault) for fault in FAULTS)]
+SLOW_CASES = [pytest.param("float32", fault, marks=pytest.mark.slow) for fault in FAULTS]
+
+
+@pytest.mark.parametrize(("dtype", "fault"), [*CASES, *SLOW_CASES])
+def test_faults_of_mixed_steps_are_caught(model, unmixed, monkeypatch, dtype, fault):
+    """In 16 bits too, where rounding has to be excused; without a fault nothing differs."""
+    bodies, off, limits = unmixed(dtype)
+    if fault is not None:
+        monkeypatch.setattr(launch, "COMMAND", (sys.executable, str(PLANTED), "serve"))
+        monkeypatch.setenv("PLANTED_FAULT", fault)
+    on = mixed_conc.launched(options_for(model, dtype), {}, bodies, dtype == "float32")
+    rows = mixed_conc.rows_of(off, on, limits)
+    differing = [row.name for row in rows if not row.ok]
+    assert not any("mixed steps" in name or "cached tokens" in name for name in differing), differing
+    assert bool(differing) == (fault is not None), [(row.name, row.value, row.limit) for row in rows]
+
+
+def test_limits_follow_what_was_measured():
+    """Quantiles of all launches together, with a floor; a calibration that mixed is refused."""
+
+    def shifted(by: float, mixed: int = 0) -> Launched:
+        return launched([{b"a": -0.5 - by, b"b": -2.0}], [b"a"], mixed)
+
+    off = shifted(0.0)
+    limits, rows = mixed_conc.calibrated(off, [shifted(0.0), shifted(0.0)])
+    assert limits == Tolerance(mixed_conc.LEAST_TOLERANCE, mixed_conc.LEAST_TOLERANCE)
+    limits, rows = mixed_conc.calibrated(off, [shifted(0.1), shifted(0.2)])
+    assert limits.largest == pytest.approx(mixed_conc.SAFETY * 0.2)
+    assert [row.value for row in rows] == [pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.2)]
+    with pytest.raises(EnvironmentProblem, match="3 steps were mixed"):
+        mixed_conc.calibrated(off, [shifted(0.1, mixed=3), shifted(0.2)])
+    assert [mixed_conc.quantile([3.0, 1.0, 2.0, 4.0], share) for share in (0.25, 0.5, 0.99, 1.0)] == [1, 2, 4, 4]
+    assert mixed_conc.quantile([], 0.5) == 0.0
 
 
 def launched(tops: list[dict[bytes, float]], tokens: list[bytes], mixed: int = 1) -> Launched:
@@ -61,8 +122,8 @@ def launched(tops: list[dict[bytes, float]], tokens: list[bytes], mixed: int = 1
 def test_near_ties_may_part_in_16_bits_only():
     off = launched([{b"a": -0.70, b"b": -0.71}], [b"a"], 0)
     on = launched([{b"a": -0.71, b"b": -0.70}], [b"b"])
-    assert all(row.ok for row in mixed_conc.rows_of(off, on, 0.02))
-    failed = [row.name for row in mixed_conc.rows_of(off, on, 0.0) if not row.ok]
+    assert all(row.ok for row in mixed_conc.rows_of(off, on, Tolerance(0.02, 0.02)))
+    failed = [row.name for row in mixed_conc.rows_of(off, on, mixed_conc.EXACT) if not row.ok]
     assert "cold greedy: answers that differ of 8" in failed
     assert "warm seeded: answers that differ of 8" in failed
     assert any("logprob" in name for name in failed)
@@ -70,7 +131,7 @@ def test_near_ties_may_part_in_16_bits_only():
 
 def test_launches_that_did_not_do_their_part_are_no_pass():
     same = launched([{b"a": -0.1}], [b"a"], 0)
-    assert [row.name for row in mixed_conc.rows_of(same, same, 0.02) if not row.ok] == [
+    assert [row.name for row in mixed_conc.rows_of(same, same, Tolerance(0.02, 0.02)) if not row.ok] == [
         "mixing on: mixed steps (at least)"
     ]
 
