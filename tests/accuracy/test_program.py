@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from sparkinfer_eval import launch
+from sparkinfer_eval.accuracy import records_table
 from sparkinfer_eval.accuracy.cli import main
 from sparkinfer_eval.accuracy.held_out import FOLDER, make_task, read_held_out
 
@@ -180,3 +181,22 @@ def test_held_out_set_is_what_its_digest_says(tmp_path: Path, model: Path) -> No
     assert all(len(ids) <= 112 for ids in task.prompts.values())
     with pytest.raises(ConfigError, match="too short"):
         make_task(model, 20, 16)
+
+
+def test_table_over_records(model: Path, nearly: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "records"
+    folder.mkdir()
+    assert records_table.main([str(folder)]) == 2
+    for name, engine in (("same", model), ("other", nearly)):
+        run(f"{engine},dtype=float32", f"{model},dtype=float32", "--json", folder / f"{name}.json")
+    assert records_table.main([str(folder)]) == 0
+    text = (folder / "README.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| sparkinfer")]
+    assert len(rows) == 2
+    assert "**no**: top-1 agreement" in rows[0]
+    assert "| 1.0000 (1.0000) | 0.00e+00 |" in rows[1]
+    assert rows[1].endswith("| yes |")
+    assert f"`eval/accuracy.py {model},dtype=float32" in text
+    (folder / "x.json").write_text('{"check": "prefix_check"}')
+    assert records_table.main([str(folder)]) == 2
+    assert "x.json was not written by accuracy.py" in capsys.readouterr().err

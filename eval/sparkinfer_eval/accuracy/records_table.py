@@ -1,0 +1,99 @@
+"""`eval/accuracy_table.py FOLDER`: one table over the JSON documents that `eval/accuracy.py --json` wrote there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.errors import ConfigError, SparkinferError
+
+from .cli import CHECK
+from .compare import Limits
+
+HEAD = """# Accuracy records
+
+Made by `eval/accuracy_table.py` from the JSON files beside it; [docs/accuracy.md](../../docs/accuracy.md) defines the
+figures. KL and gaps in nats; top-1 without exact ties of 16-bit logits, in brackets with them.
+
+| A | B, the reference | positions | top-1 | KL, mean | perplexity A, B | largest gap | equal answers | within limits |
+|---|---|---:|---:|---:|---:|---:|---:|---|
+"""
+
+
+def read_documents(folder: Path) -> dict[str, dict[str, Any]]:
+    """The documents of a folder by file name. Raises ConfigError when there is none or one is something else."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if document["check"] != CHECK:
+                raise KeyError(f"check is {document['check']!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} was not written by accuracy.py --json ({error}): take it away") from error
+        found[path.name] = document
+    if not found:
+        raise ConfigError(f"{folder} holds no JSON of accuracy.py: write one with --json")
+    return found
+
+
+def engine_name(engine: dict[str, Any]) -> str:
+    """An engine in a few words."""
+    kind = engine.get("name") or engine["kind"]
+    where = " server" if engine["kind"] == "server" else ""
+    parts = [f"{kind}{where}", engine.get("version"), engine.get("model"), engine.get("dtype")]
+    return " ".join(str(part) for part in parts if part)
+
+
+def line(document: dict[str, Any]) -> str:
+    """One row."""
+    f = document["figures"]
+    losses = [f["loss_a"], f["loss_b"]]
+    perplexity = ", ".join("–" if loss is None else f"{math.exp(loss):.4f}" for loss in losses)
+    verdict = "yes" if document["ok"] else "**no**: " + ", ".join(r["name"] for r in document["rows"] if not r["ok"])
+    cells = [
+        engine_name(document["engines"]["a"]), engine_name(document["engines"]["b"]), f"{f['positions']}",
+        f"{f['top1']:.4f} ({f['top1_plain']:.4f})", f"{f['kl']:.2e}", perplexity, f"{f['gap']:.3f}",
+        f"{f['answers_equal']} of {f['answers']}", verdict,
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def provenance(name: str, document: dict[str, Any]) -> str:
+    """How one record came about."""
+    machine, source, limits = document["machine"], document["source"], Limits()
+    changed = {row["name"]: row["limit"] for row in document["rows"]}
+    usual = {limits.top1, limits.kl, limits.loss, limits.gap}
+    other = "" if set(changed.values()) <= usual else f"; limits {changed}"
+    versions = ", ".join(f"{letter.upper()} scored by {document['engines'][letter]['method']}" for letter in ("a", "b"))
+    gpus = [gpu["name"] for gpu in machine.get("gpus") or []]
+    where = ", ".join([f"{machine['cpu_model']}, {machine['cpus_usable']} CPUs", *gpus])
+    commit = (source.get("commit") or "unknown")[:12] + (" with changes" if source.get("dirty") else "")
+    return (
+        f"- [{name}]({name}): {document['date']}, {where}, commit {commit}; {versions}{other}\n"
+        f"  `{document['command']}`"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="accuracy_table.py", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args(arguments)
+    try:
+        documents = read_documents(options.folder)
+    except SparkinferError as error:
+        print(f"accuracy_table: {error}", file=sys.stderr)
+        return error.exit_code
+    rows = "\n".join(map(line, documents.values()))
+    records = "\n".join(provenance(name, document) for name, document in documents.items())
+    path = options.folder / "README.md"
+    temporary = path.with_name("README.md.part")
+    temporary.write_text(f"{HEAD}{rows}\n\n## Records\n\n{records}\n", encoding="utf-8")
+    temporary.replace(path)
+    print(f"{len(documents)} records in {path}")
+    return 0
