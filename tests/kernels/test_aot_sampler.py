@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from aot import SHARED_LIMIT, KernelBuild, compile_kernels
-from sparkinfer_kernels.sampler.gpu import CAPACITY
+from sparkinfer_kernels.sampler.gpu import CAPACITY, _warps
 
 FOLDER = "sparkinfer_kernels.sampler."
 FILTERS = {"temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32"}
@@ -14,7 +14,7 @@ DRAW = FILTERS | {"keys_ptr": "*i32", "value_ptr": "*fp32", "token_ptr": "*i32"}
 
 
 def builds(arch, logits, block, slices):
-    x, warps = {"logits_ptr": logits}, block // 1024
+    x, warps = {"logits_ptr": logits}, _warps(block)
     first = x | DRAW | {"lowest_ptr": "*fp32", "found_ptr": "*i32"}
     for sample, filters in ((False, False), (True, False), (True, True)):
         flags = {"SAMPLE": sample, "FILTER": filters, "BLOCK": block}

@@ -93,9 +93,12 @@ def test_gather_needs_a_place():
         norm.add_rms_norm(x, x.clone(), x[0], 1e-6, rows=torch.zeros(1, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("shape", [None, (1, 4, 4)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (16, 2), (24, 4)])
-def test_rotary_and_cache_write(heads, kv_heads):
+def test_rotary_and_cache_write(heads, kv_heads, shape, monkeypatch):
     d, count = 256, 5
+    if shape:
+        monkeypatch.setattr(rotary, "_launch_shape", lambda *_: shape)
     proj = torch.randn(count, 2 * (heads + kv_heads) * d, device=DEVICE).bfloat16()
     positions = torch.tensor([0, 5, 6, 100, 0], device=DEVICE, dtype=torch.int32)
     places = torch.tensor([16, 3, 40, 47, 79], device=DEVICE, dtype=torch.int32)

@@ -7,6 +7,7 @@ queries into a packed tensor. The output gates stay where the projection left th
 from __future__ import annotations
 
 import torch
+import triton
 
 from sparkinfer_kernels.programmatic import PDL
 from sparkinfer_kernels.rotary.kernels import qk_norm_rotary_kernel
@@ -24,12 +25,18 @@ def value_view(proj: torch.Tensor, heads: int, kv_heads: int, head_dim: int) -> 
     return proj[:, first : first + kv_heads * head_dim].unflatten(-1, (kv_heads, head_dim))
 
 
-def _launch_shape(heads: int, kv_heads: int, d: int, count: int) -> tuple[int, int]:
-    """(heads of a program, warps). As many heads as divide both kinds: a program sees queries, keys or values only."""
+def _launch_shape(heads: int, kv_heads: int, d: int, count: int) -> tuple[int, int, int]:
+    """(heads and tokens of a program, warps).
+
+    As many heads as divide both kinds: a program sees queries, keys or values only. Few tokens: latency counts. Many:
+    starting programs does, each takes 16 rows.
+    """
     tile = 1
     while tile < 4 and heads % (2 * tile) == 0 and kv_heads % (2 * tile) == 0:
         tile *= 2
-    return tile, max(1, tile * d // 256)
+    if count <= 128:
+        return tile, 1, max(1, tile * d // 256)
+    return tile, 16 // tile, 4
 
 
 def qk_norm_rotary_write(
@@ -81,8 +88,8 @@ def qk_norm_rotary_write(
         raise ValueError("k_cache, v_cache and q_out must be contiguous")
     if count == 0:
         return
-    tile, warps = _launch_shape(heads, kv_heads, d, count)
-    qk_norm_rotary_kernel[(count, (heads + 2 * kv_heads) // tile)](
+    tile, tokens, warps = _launch_shape(heads, kv_heads, d, count)
+    qk_norm_rotary_kernel[(triton.cdiv(count, tokens), (heads + 2 * kv_heads) // tile)](
         proj,
         positions,
         kv_positions,
@@ -95,12 +102,14 @@ def qk_norm_rotary_write(
         k_out,
         kv_scales,
         proj.stride(0),
+        count,
         eps,
         HQ=heads,
         HKV=kv_heads,
         D=d,
         HALF=half,
         TILE=tile,
+        TOKENS=tokens,
         KEYS=k_out is not None,
         FP8=fp8,
         PDL=PDL,

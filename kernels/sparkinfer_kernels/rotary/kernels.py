@@ -30,52 +30,59 @@ def qk_norm_rotary_kernel(
     k_out_ptr,
     scales_ptr,
     proj_stride,
+    count,
     eps,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
     TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """TILE heads of one token: first queries, then keys, then values (whose place in a row comes after the gates)."""
+    """Grid (tokens / TOKENS, heads / TILE): TILE heads of each of TOKENS tokens. The first programs of a token take
+    queries, then keys, then values (whose place in a row comes after the gates)."""
     wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TILE
-    head = tl.arange(0, TILE)
+    r = tl.arange(0, TOKENS * TILE)
     c = tl.arange(0, D)
-    row = proj_ptr + token * proj_stride
+    head = first + r % TILE
+    token = tl.program_id(0) * TOKENS + r // TILE
+    live = token < count
+    mask = live[:, None]
+    row = proj_ptr + (token.to(tl.int64) * proj_stride)[:, None]
     if first >= HQ + HKV:
-        heads = first - HQ - HKV + head
-        slot = tl.load(kv_positions_ptr + token).to(tl.int64)
-        v = tl.load(row + (HQ + first + head)[:, None] * D + c[None, :]).to(tl.float32)
-        place = (slot * HKV + heads)[:, None] * D + c[None, :]
-        tl.store(v_cache_ptr + place, _to_cache(v, scales_ptr, HKV + heads, v_cache_ptr, FP8))
+        slot = tl.load(kv_positions_ptr + token, mask=live, other=0).to(tl.int64)
+        head -= HQ + HKV
+        v = tl.load(row + (2 * HQ + HKV + head)[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        place = (slot * HKV + head)[:, None] * D + c[None, :]
+        tl.store(v_cache_ptr + place, _to_cache(v, scales_ptr, HKV + head, v_cache_ptr, FP8), mask=mask)
     else:
         # The partner of dimension i is i + HALF below HALF and i - HALF above; the others are their own, unrotated.
         turned = c < 2 * HALF
         partner = tl.where(c < HALF, c + HALF, tl.where(turned, c - HALF, c))
         norm_ptr = k_norm_ptr if first >= HQ else q_norm_ptr
-        x = tl.load(row + (first + head)[:, None] * D + c[None, :]).to(tl.float32)
-        xp = tl.load(row + (first + head)[:, None] * D + partner[None, :]).to(tl.float32)
+        x = tl.load(row + head[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        xp = tl.load(row + head[:, None] * D + partner[None, :], mask=mask & turned[None, :], other=0.0).to(tl.float32)
+        position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64)
+        angle = table_ptr + (position * (2 * HALF))[:, None] + (c % HALF)[None, :]
+        cos = tl.load(angle, mask=mask & turned[None, :], other=1.0)
+        sin = tl.load(angle + HALF, mask=mask & turned[None, :], other=0.0)
+        sin = tl.where((c < HALF)[None, :], -sin, sin)
         inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / D + eps)
         y = x * inverse[:, None] * tl.load(norm_ptr + c)[None, :]
         yp = xp * inverse[:, None] * tl.load(norm_ptr + partner)[None, :]
-        angle = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF) + c % HALF
-        cos = tl.load(angle, mask=turned, other=1.0)
-        sin = tl.load(angle + HALF, mask=turned, other=0.0)
-        sin = tl.where(c < HALF, -sin, sin)
-        y = y * cos[None, :] + yp * sin[None, :]
+        y = y * cos + yp * sin
         if first < HQ:
-            place = (token * HQ + first + head)[:, None] * D + c[None, :]
-            tl.store(q_out_ptr + place, y.to(q_out_ptr.dtype.element_ty))
+            place = (token.to(tl.int64) * HQ + head)[:, None] * D + c[None, :]
+            tl.store(q_out_ptr + place, y.to(q_out_ptr.dtype.element_ty), mask=mask)
         else:
-            heads = first - HQ + head
-            slot = tl.load(kv_positions_ptr + token).to(tl.int64)
-            place = (slot * HKV + heads)[:, None] * D + c[None, :]
-            tl.store(k_cache_ptr + place, _to_cache(y, scales_ptr, heads, k_cache_ptr, FP8))
+            head -= HQ
+            slot = tl.load(kv_positions_ptr + token, mask=live, other=0).to(tl.int64)
+            place = (slot * HKV + head)[:, None] * D + c[None, :]
+            tl.store(k_cache_ptr + place, _to_cache(y, scales_ptr, head, k_cache_ptr, FP8), mask=mask)
             if KEYS:
-                place = (token * HKV + heads)[:, None] * D + c[None, :]
-                tl.store(k_out_ptr + place, y.to(k_out_ptr.dtype.element_ty))
+                place = (token.to(tl.int64) * HKV + head)[:, None] * D + c[None, :]
+                tl.store(k_out_ptr + place, y.to(k_out_ptr.dtype.element_ty), mask=mask)

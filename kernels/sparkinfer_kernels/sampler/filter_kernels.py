@@ -118,13 +118,15 @@ def count_kernel(
     """Grid (rows, slices): counts and masses above the 16 thresholds of level 0 or 1."""
     row, part = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
-    ranked, filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
+    ranked, _filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
     if ranked:
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         top_k = tl.where(top_k < vocab, top_k, 0)
-        x, token = load_slice(logits_ptr, row, stride, vocab, BLOCK)
+        x, _token = load_slice(logits_ptr, row, stride, vocab, BLOCK)
         top, low = _row_extremes(value_ptr, lowest_ptr, row, slices, temperature, SLICES)
-        lo, hi, count_hi, mass_hi, total = _bracket(counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, LEVEL, SLICES)
+        lo, hi, _count_hi, _mass_hi, _total = _bracket(
+            counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, LEVEL, SLICES
+        )
         x = tl.math.div_rn(x, temperature)
         mass = tl.exp(x - top)
         j = tl.arange(0, 32)
@@ -163,13 +165,15 @@ def collect_kernel(
     """Grid (rows, slices): copy the scaled logits inside the bracket to `inside`, in any order."""
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
-    ranked, filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
+    ranked, _filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
     if ranked:
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         top_k = tl.where(top_k < vocab, top_k, 0)
         x, token = load_slice(logits_ptr, row, stride, vocab, BLOCK)
         top, low = _row_extremes(value_ptr, lowest_ptr, row, slices, temperature, SLICES)
-        lo, hi, count_hi, mass_hi, total = _bracket(counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, 2, SLICES)
+        lo, hi, _count_hi, _mass_hi, _total = _bracket(
+            counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, 2, SLICES
+        )
         x = tl.math.div_rn(x, temperature)
         inside = (x >= lo) & (x < hi) & (token < vocab)
         count = inside.to(tl.int32)
@@ -302,7 +306,7 @@ def pivot_kernel(
         pivot = float("-inf")
         if ranked:
             top, low = _row_extremes(value_ptr, lowest_ptr, row, slices, temperature, SLICES)
-            lo, hi, count_hi, mass_hi, total = _bracket(
+            lo, _hi, count_hi, mass_hi, total = _bracket(
                 counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, 2, SLICES
             )
             found = tl.load(found_ptr + row)

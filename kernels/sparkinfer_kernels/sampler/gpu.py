@@ -117,6 +117,10 @@ def _block(m: int) -> int:
     return 2048 if m <= 4 else 4096 if m <= 16 else 8192
 
 
+def _warps(block: int) -> int:
+    return block // 512
+
+
 def _check(logits: torch.Tensor, workspace: SamplerWorkspace) -> None:
     m, vocab = logits.shape
     if m > workspace.rows or vocab != workspace.vocab or logits.stride(1) != 1:
@@ -153,7 +157,7 @@ def sample(
     slices = triton.cdiv(vocab, block)
     grid = (m, slices)
     row = (tensors.temperature, tensors.keys, tensors.top_k, tensors.top_p, tensors.min_p)
-    options = {"BLOCK": block, "num_warps": block // 1024}
+    options = {"BLOCK": block, "num_warps": _warps(block)}
     first_kernel[grid](
         logits,
         *row,
@@ -210,7 +214,7 @@ def _find_pivots(logits: torch.Tensor, tensors: SamplingTensors, workspace: Samp
     filters = (tensors.temperature, tensors.top_k, tensors.top_p, tensors.min_p)
     found = (workspace.values, workspace.lowest, workspace.counts, workspace.masses)
     size = (logits.stride(0), vocab, slices)
-    options = {"BLOCK": block, "SLICES": padded, "num_warps": block // 1024}
+    options = {"BLOCK": block, "SLICES": padded, "num_warps": _warps(block)}
     for level in (0, 1):
         count_kernel[(m, slices)](logits, *filters, *found, *size, LEVEL=level, **options)
     collect_kernel[(m, slices)](logits, *filters, *found, workspace.inside, workspace.found, *size, **options)
@@ -272,7 +276,7 @@ def logprobs(
         slices,
         COUNT=top,
         BLOCK=block,
-        num_warps=block // 1024,
+        num_warps=_warps(block),
     )
     padded = triton.next_power_of_2(slices)
     logprob_row_kernel[(m,)](

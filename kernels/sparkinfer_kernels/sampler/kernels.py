@@ -112,7 +112,7 @@ def draw_kernel(
     """Grid (rows, slices). Filtered rows: the draw among the tokens at or above the row's pivot."""
     row, part = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
-    ranked, filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
+    _ranked, filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
     if filtered:
         x, token = load_slice(logits_ptr, row, stride, vocab, BLOCK)
         x = tl.math.div_rn(x, temperature)
@@ -135,5 +135,5 @@ def pick_kernel(value_ptr, token_ptr, out_ptr, vocab, slices, SLICES: tl.constex
     s = tl.arange(0, SLICES)
     value = tl.load(value_ptr + row * slices + s, mask=s < slices, other=float("-inf"))
     token = tl.load(token_ptr + row * slices + s, mask=s < slices, other=2147483647)
-    top, winner = best(value, token)
+    _top, winner = best(value, token)
     tl.store(out_ptr + row, tl.minimum(winner, vocab - 1).to(out_ptr.dtype.element_ty))

@@ -31,18 +31,28 @@ def _log1p_series(m):
 
 
 @triton.jit
-def log(x):
-    """Natural logarithm of normal positive fp32. Written out: the hardware's one is too coarse near 1."""
+def _split(x):
+    """(m, exponent) with x = (1 + m) * 2**exponent and 1 + m between sqrt(1/2) and sqrt(2), for normal x > 0."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = ((bits >> 23) & 0xFF) - 126
     m = ((bits & 0x007FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
     small = m < 0.70710678
-    e = tl.where(small, exponent - 1, exponent).to(tl.float32)
-    m = tl.where(small, m + m, m) - 1.0
+    return tl.where(small, m + m, m) - 1.0, tl.where(small, exponent - 1, exponent).to(tl.float32)
+
+
+@triton.jit
+def _join(m, exponent):
     y, z = _log1p_series(m)
-    y += e * -2.12194440e-4
+    y += exponent * -2.12194440e-4
     y += -0.5 * z
-    return (m + y) + e * 0.693359375
+    return (m + y) + exponent * 0.693359375
+
+
+@triton.jit
+def log(x):
+    """Natural logarithm of normal positive fp32. Written out: the hardware's one is too coarse near 1."""
+    m, exponent = _split(x)
+    return _join(m, exponent)
 
 
 @triton.jit
@@ -51,9 +61,8 @@ def gumbel_noise(token, key0, key1):
     h = token.to(tl.uint32, bitcast=True) + key0.to(tl.uint32, bitcast=True)
     h = _lowbias32(_lowbias32(h) ^ key1.to(tl.uint32, bitcast=True))
     u = (h.to(tl.float32) + 0.5) * 2.0**-32
+    m, exponent = _split(tl.maximum(1.0 - u, 2.0**-33))
     # Small u: log1p of -u itself, in full relative precision: the winners are there.
-    y, z = _log1p_series(-u)
-    near = u - (y - 0.5 * z)
-    far = -log(tl.where(u < 0.29, 0.5, tl.maximum(1.0 - u, 2.0**-33)))
-    e = tl.where(u < 0.29, near, tl.where(u < 1.0, far, 88.0))
-    return -log(e)
+    small = u < 0.29
+    e = -_join(tl.where(small, -u, m), tl.where(small, 0.0, exponent))
+    return -log(tl.where(u < 1.0, e, 88.0))
