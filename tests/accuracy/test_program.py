@@ -16,6 +16,7 @@ from sparkinfer_eval.accuracy import records_table
 from sparkinfer_eval.accuracy.cli import main
 from sparkinfer_eval.accuracy.held_out import FOLDER, make_task, read_held_out
 
+from sparkinfer.cli import main as sparkinfer_main
 from sparkinfer.errors import ConfigError
 
 FEW = ["--limit", "2", "--context", "160", "--answer-tokens", "8"]
@@ -200,3 +201,16 @@ def test_table_over_records(model: Path, nearly: Path, tmp_path: Path, capsys: p
     (folder / "x.json").write_text('{"check": "prefix_check"}')
     assert records_table.main([str(folder)]) == 2
     assert "x.json was not written by accuracy.py" in capsys.readouterr().err
+
+
+def test_a_quantised_checkpoint_against_its_16bit_form(model: Path, tmp_path: Path) -> None:
+    out, folder = tmp_path / "a.json", tmp_path / "nvfp4"
+    assert sparkinfer_main(["quantize", str(model), str(folder), "--format", "nvfp4"]) == 0
+    assert run(f"{folder},dtype=float32", f"transformers:{folder},form=16bit,dtype=float32", "--json", out) == 0
+    document = json.loads(out.read_text())
+    assert document["engines"]["b"]["model"] == "nvfp4-16bit"
+    assert document["figures"]["kl"] < 1e-6
+    # The format is not without effect, and the 16-bit form is that of the quantised weights.
+    assert run(f"{folder},dtype=float32", f"{model},dtype=float32", "--json", out) in (0, 1)
+    assert json.loads(out.read_text())["figures"]["kl"] > 1e-6
+    assert run(f"{folder},form=8bit", model) == 2

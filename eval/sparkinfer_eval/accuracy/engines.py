@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,10 +14,17 @@ from sparkinfer.errors import ConfigError
 from .held_out import Task
 from .scores import Scores, read_scores
 
-LOCAL_OPTIONS = {"sparkinfer": ("dtype", "device", "load_format"), "transformers": ("dtype", "device")}
+OPTIONS = {
+    "sparkinfer": ("dtype", "device", "load_format", "form"),
+    "transformers": ("dtype", "device", "form"),
+    "vllm": ("dtype", "form"),
+}
+SIXTEEN_BIT = "16bit"
+"""The `form` that a quantised checkpoint's weights stand for, for engines that do not read its format."""
 SPEC_HELP = (
     "http://HOST:PORT of an OpenAI-compatible server; MODEL or sparkinfer:MODEL[,dtype=T][,device=D][,load_format=F]: "
     "this engine in this process; transformers:MODEL[,dtype=T][,device=D]; vllm:MODEL[,dtype=T]: vLLM, started here; "
+    "each with ,form=16bit: a quantised checkpoint's 16-bit form, written for the purpose; "
     "scores:FILE: what --record kept"
 )
 
@@ -57,15 +65,16 @@ def parse_spec(text: str) -> Spec:
         kind, rest = "sparkinfer", text
     if kind == "scores":
         return Spec(kind, rest)
-    known = {**LOCAL_OPTIONS, "vllm": ("dtype",)}
-    if kind not in known:
+    if kind not in OPTIONS:
         raise ConfigError(f"engine {text!r}: {kind!r} is not known; give {SPEC_HELP}")
     target, *pairs = rest.split(",")
     options = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not equals or name not in known[kind]:
-            raise ConfigError(f"engine {text!r}: option {pair!r} is not one of {', '.join(known[kind])} with =VALUE")
+        if not equals or name not in OPTIONS[kind]:
+            raise ConfigError(f"engine {text!r}: option {pair!r} is not one of {', '.join(OPTIONS[kind])} with =VALUE")
+        if name == "form" and value != SIXTEEN_BIT:
+            raise ConfigError(f"engine {text!r}: form {value!r} is not known: the only one is {SIXTEEN_BIT}")
         options[name] = value
     if not (Path(target) / "config.json").is_file():
         raise ConfigError(f"engine {text!r}: {target} is not a model folder (no config.json)")
@@ -85,23 +94,47 @@ def opened(spec: Spec, context: int, model: str | None, method: str) -> Iterator
     Raises:
         SparkinferError: it cannot be had.
     """
-    if spec.kind == "sparkinfer":
+    if spec.kind == "scores":
+        yield Recorded(Path(spec.target))
+    elif spec.kind == "server":
+        yield _server(spec.target, model, method)
+    else:
+        with _in_form(spec) as folder:
+            options = {name: value for name, value in spec.options.items() if name != "form"}
+            with _local(spec.kind, folder, context, method, options) as engine:
+                yield engine
+
+
+@contextmanager
+def _in_form(spec: Spec) -> Iterator[Path]:
+    """The model folder, or its 16-bit form for as long as it is needed."""
+    folder = Path(spec.target)
+    if spec.options.get("form") != SIXTEEN_BIT:
+        yield folder
+        return
+    from sparkinfer.quantization.dequantise import dequantise_checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="accuracy-") as scratch:
+        target = Path(scratch) / f"{folder.name}-{SIXTEEN_BIT}"
+        dequantise_checkpoint(folder, target)
+        yield target
+
+
+@contextmanager
+def _local(kind: str, folder: Path, context: int, method: str, options: dict[str, str]) -> Iterator[Scorer]:
+    if kind == "sparkinfer":
         from .local import LocalEngine
 
-        yield LocalEngine(Path(spec.target), context, **spec.options)
-    elif spec.kind == "transformers":
+        yield LocalEngine(folder, context, **options)
+    elif kind == "transformers":
         from .transformers_model import TransformersModel
 
-        yield TransformersModel(Path(spec.target), **spec.options)
-    elif spec.kind == "scores":
-        yield Recorded(Path(spec.target))
-    elif spec.kind == "vllm":
+        yield TransformersModel(folder, **options)
+    else:
         from .vllm_server import started
 
-        with started(Path(spec.target), context, **spec.options) as (url, name):
+        with started(folder, context, **options) as (url, name):
             yield _server(url, name, method)
-    else:
-        yield _server(spec.target, model, method)
 
 
 def _server(url: str, model: str | None, method: str) -> Scorer:
