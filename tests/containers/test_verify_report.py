@@ -295,6 +295,24 @@ def test_a_report_is_signed_once(signed: Path, raw_results: Path, state: Path) -
     assert bundle.read_bytes() == before
 
 
+def test_publishing_signs_a_hosts_report_anew(signed: Path, raw_results: Path, state: Path, check: Any) -> None:
+    """The hosted workflow has no raw results: their digests come from the statement that the measuring host signed."""
+    first = attest.evaluation(signed, raw_results)["predicate"]
+    earlier = attest.set_aside(signed)
+    assert [path.name for path in (signed / "bundles").iterdir()] == ["host"]
+    assert check(signed)[0] == 4, "a report that nobody has signed anew is unsigned"
+    made = attest.evaluation(signed, None, earlier)
+    assert made["predicate"] == first
+    assert made["predicate"]["raw_records"]
+    assert made["predicate"]["prompts"]
+    with credentials("private", state=state) as held:
+        attest.sign_report(signed, made, held)
+    code, outcome = check(signed)
+    assert code == 0, texts(outcome)
+    kept = signed / "bundles" / "host" / "evaluation-source.sigstore.json"
+    assert kept.is_file()
+
+
 def test_figures_of_the_image_are_attached_to_the_image(tmp_path: Path, attested: Any, state: Path, check: Any) -> None:
     """A run that measured the image: its evaluation is about the image's digest and verifies with it."""
     container = {"reference": "example.invalid/toy:1", "digest": attested.image.digest, "measured": True}
