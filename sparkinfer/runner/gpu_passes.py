@@ -94,7 +94,7 @@ class Passes:
         if config.num_full_layers:
             attention = self.model.ops.make_attention_workspace(
                 shape.decode, shape.tokens, shape.sequences, config.num_heads, config.num_kv_heads, config.head_dim,
-                self.model.device,
+                self.model.device, fp8_cache=self.model.options.fp8_kv,
             )  # fmt: skip
         return PassInputs(
             num_decode=shape.decode,
