@@ -1,0 +1,279 @@
+"""The quantizer: what it writes, that a kill costs at most a file, that memory does not grow with the checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sparkinfer.errors import CheckpointError, ConfigError
+from sparkinfer.models.config import load_config
+from sparkinfer.models.loader import SafetensorsSource
+from sparkinfer.models.tensors import Role, language_tensors
+from sparkinfer.quantization.cli import parse_rule
+from sparkinfer.quantization.dequantise import dequantise_checkpoint
+from sparkinfer.quantization.quantizer import Options, Quantizer
+from sparkinfer.quantization.schemes import Format
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def all_tensors(folder):
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("shape", ["toy-dense", "toy-moe"])
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8"])
+def test_round_trip(source, quantise, tmp_path, shape, kind):
+    folder = source(shape)
+    result = quantise(folder, tmp_path / "q", kind)
+    assert result.modules[kind] > 15
+    assert result.bytes < 0.9 * result.source_bytes
+    before, config = all_tensors(folder), load_config(tmp_path / "q")
+    after = SafetensorsSource(tmp_path / "q", config)
+    for spec in language_tensors(config):
+        value, parts = after.get(spec.name, spec.shape), after.quantised(spec.name, spec.shape)
+        kept = spec.role is not Role.LINEAR or spec.module.endswith(("lm_head", "in_proj_a", "in_proj_b"))
+        assert (parts is None) == kept, spec.name
+        if parts is None:
+            assert torch.equal(value, before[spec.name])
+        else:
+            error = (value.float() - before[spec.name].float()).norm() / before[spec.name].float().norm()
+            assert 0.001 < float(error) < (0.09 if kind == "nvfp4" else 0.03)
+    after.finish()
+    assert (tmp_path / "q" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_fused_layers_share_their_scales(source, quantise, tmp_path):
+    quantise(source("toy-moe"), tmp_path / "q")
+    tensors = all_tensors(tmp_path / "q")
+    groups = [
+        ["model.layers.3.self_attn." + name for name in ("q_proj", "k_proj", "v_proj")],
+        ["model.layers.0.linear_attn." + name for name in ("in_proj_qkv", "in_proj_z")],
+        ["model.layers.1.mlp.experts.5." + name for name in ("gate_proj", "up_proj")],
+        ["model.layers.1.mlp.shared_expert." + name for name in ("gate_proj", "up_proj")],
+    ]
+    for group in groups:
+        for part in ("weight_scale_2", "input_scale"):
+            assert len({float(tensors[f"{module}.{part}"]) for module in group}) == 1
+    # vLLM takes the largest input scale of all experts: they are the same.
+    for name in ("gate_proj", "down_proj"):
+        assert len({float(tensors[f"model.layers.1.mlp.experts.{e}.{name}.input_scale"]) for e in range(16)}) == 1
+
+
+def test_groups_of_rows_do_not_change_the_result(source, quantise, tmp_path):
+    for kind in ("nvfp4", "fp8"):
+        quantise(source(), tmp_path / f"{kind}-whole", kind, rules=(("lm_head", Format.NVFP4),))
+        quantise(source(), tmp_path / f"{kind}-rows", kind, rules=(("lm_head", Format.NVFP4),), elements=1 << 15)
+        assert digests(tmp_path / f"{kind}-whole") == digests(tmp_path / f"{kind}-rows")
+
+
+def test_shards_hold_the_same_as_one_file(source, quantise, tmp_path):
+    quantise(source(), tmp_path / "one")
+    quantise(source(shard_bytes=1 << 20), tmp_path / "many", shard_bytes=1 << 18)
+    one, many = all_tensors(tmp_path / "one"), all_tensors(tmp_path / "many")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 5
+    assert one.keys() == many.keys()
+    assert all(
+        torch.equal(one[name].view(torch.uint8), many[name].view(torch.uint8)) for name in one if one[name].dim()
+    )
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(one)
+
+
+def fuse_experts(folder, target):
+    shutil.copytree(folder, target)
+    tensors = all_tensors(target)
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        parts = [[tensors.pop(f"{prefix}{e}.{p}_proj.weight") for e in range(16)] for p in ("gate", "up", "down")]
+        gate, up, down = (torch.stack(part) for part in parts)
+        tensors[f"{prefix}gate_up_proj"], tensors[f"{prefix}down_proj"] = torch.cat([gate, up], 1), down
+    save_file(tensors, target / "model.safetensors")
+
+
+def test_fused_experts_give_the_same(source, quantise, tmp_path):
+    fuse_experts(source("toy-moe"), tmp_path / "fused")
+    for kind in ("nvfp4", "fp8"):
+        quantise(source("toy-moe"), tmp_path / f"{kind}-1", kind)
+        quantise(tmp_path / "fused", tmp_path / f"{kind}-2", kind)
+        one, two = all_tensors(tmp_path / f"{kind}-1"), all_tensors(tmp_path / f"{kind}-2")
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name].float(), two[name].float()) for name in one)
+
+
+def test_multimodal_source_keeps_its_names_and_its_other_parts(source, quantise, tmp_path):
+    folder = tmp_path / "vl"
+    shutil.copytree(source(), folder)
+    data = json.loads((folder / "config.json").read_text())
+    data.pop("architectures")
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": data, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(outer))
+    tensors = {
+        ("model.language_model." + name.removeprefix("model.") if name.startswith("model.") else name): value
+        for name, value in all_tensors(folder).items()
+    }
+    tensors |= {"model.visual.blocks.0.weight": torch.ones(3), "mtp.fc.weight": torch.ones(4, 16)}
+    save_file(tensors, folder / "model.safetensors")
+    quantise(folder, tmp_path / "q")
+    written = all_tensors(tmp_path / "q")
+    assert written["mtp.fc.weight"].dtype == torch.float32
+    assert "model.language_model.layers.0.mlp.up_proj.weight_scale_2" in written
+    ignore = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {"model.visual", "mtp", "model.language_model.layers.0.linear_attn.in_proj_a"} <= set(ignore)
+    quantise(source(), tmp_path / "plain")
+    one = SafetensorsSource(tmp_path / "q", load_config(tmp_path / "q"))
+    two = SafetensorsSource(tmp_path / "plain", load_config(tmp_path / "plain"))
+    name, shape = "model.layers.3.self_attn.q_proj.weight", (1024, 256)
+    assert torch.equal(one.get(name, shape), two.get(name, shape))
+
+
+def test_mixed_formats(source, quantise, tmp_path):
+    rules = (("self_attn", Format.FP8), ("mlp.shared_expert", None), ("lm_head", Format.NVFP4))
+    result = quantise(source("toy-moe"), tmp_path / "q", rules=rules)
+    assert set(result.modules) == {"nvfp4", "fp8", "kept"}
+    config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert config["quant_algo"] == "MIXED_PRECISION"
+    assert config["quantized_layers"]["model.layers.0.mlp.experts"]["quant_algo"] == "NVFP4"
+    dequantise_checkpoint(tmp_path / "q", tmp_path / "plain")
+    before, after = all_tensors(source("toy-moe")), all_tensors(tmp_path / "plain")
+    assert before.keys() == after.keys()
+    for name, limit in (("lm_head", 0.09), ("model.layers.3.self_attn.o_proj", 0.03)):
+        value, reference = after[f"{name}.weight"].float(), before[f"{name}.weight"].float()
+        assert 0 < float((value - reference).norm() / reference.norm()) < limit
+    assert torch.equal(
+        after["model.layers.0.mlp.shared_expert.up_proj.weight"],
+        before["model.layers.0.mlp.shared_expert.up_proj.weight"],
+    )
+
+
+def test_dequantised_form_is_what_the_loader_gives(source, quantise, tmp_path):
+    quantise(source("toy-moe"), tmp_path / "q", "fp8")
+    dequantise_checkpoint(tmp_path / "q", tmp_path / "plain", shard_bytes=1 << 20)
+    config = load_config(tmp_path / "q")
+    one, two = (
+        SafetensorsSource(tmp_path / "q", config),
+        SafetensorsSource(tmp_path / "plain", load_config(tmp_path / "plain")),
+    )
+    for spec in language_tensors(config):
+        assert torch.equal(one.get(spec.name, spec.shape), two.get(spec.name, spec.shape))
+    with pytest.raises(CheckpointError, match="is not quantised"):
+        dequantise_checkpoint(tmp_path / "plain", tmp_path / "again")
+    with pytest.raises(ConfigError, match="not empty"):
+        dequantise_checkpoint(tmp_path / "q", tmp_path / "plain")
+
+
+def test_what_is_refused(source, quantise, tmp_path):
+    folder = source()
+    quantise(folder, tmp_path / "q")
+    with pytest.raises(CheckpointError, match=r"is quantised already \(modelopt NVFP4\)"):
+        quantise(tmp_path / "q", tmp_path / "qq")
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        quantise(folder, tmp_path / "q")
+    with pytest.raises(ConfigError, match="is the source"):
+        quantise(folder, folder)
+    with pytest.raises(ConfigError, match="no layer is left"):
+        quantise(folder, tmp_path / "none", rules=(("*", None),))
+    (tmp_path / "short.txt").write_text("w1 w2")
+    with pytest.raises(ConfigError, match="fewer than one sequence"):
+        quantise(folder, tmp_path / "short", calibration=(tmp_path / "short.txt",))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        quantise(folder, tmp_path / "absent", calibration=(tmp_path / "absent.txt",))
+    for rule in ("lm_head", "=fp8", "lm_head=int4"):
+        with pytest.raises(ConfigError, match="expected PATTERN=FORMAT"):
+            parse_rule(rule)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8"])
+def test_nan_is_refused_with_the_tensor_and_leaves_no_half_file(source, quantise, tmp_path, kind):
+    folder = tmp_path / "bad"
+    shutil.copytree(source(), folder)
+    tensors = all_tensors(folder)
+    tensors["model.layers.2.mlp.up_proj.weight"][5, 7] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.up_proj"):
+        quantise(folder, tmp_path / "q", kind)
+    assert not list((tmp_path / "q").glob("*.safetensors*"))
+    assert not (tmp_path / "q" / "config.json").exists()
+
+
+def command(folder, target, text, *more):
+    return [
+        *(sys.executable, "-m", "sparkinfer.cli", "quantize", str(folder), str(target), "--format", "nvfp4"),
+        *("--calibration", str(text), "--calibration-tokens", "512", "--shard-mib", "1", *more),
+    ]
+
+
+def environment():
+    path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels"))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def test_killed_run_is_taken_up_again(source, text, tmp_path):
+    folder = source(num_hidden_layers=24, layer_types=None)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run(command(folder, whole, text), env=environment(), check=True, capture_output=True)
+    process = subprocess.Popen(command(folder, killed, text), env=environment(), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(list(killed.glob("*.safetensors"))) < 2:
+        assert process.poll() is None, "it was done before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finished = {path.name: path.stat().st_mtime_ns for path in killed.glob("*.safetensors")}
+    total = len(list(whole.glob("*.safetensors")))
+    assert 2 <= len(finished) < total
+    assert not (killed / "config.json").exists()
+    with pytest.raises(ConfigError, match="unfinished run with other options"):
+        Quantizer(folder, killed, Options(format=Format.FP8)).run()
+    done = subprocess.run(command(folder, killed, text), env=environment(), check=True, capture_output=True, text=True)
+    assert f"taken up again: {len(finished)} files" in done.stderr
+    assert {name: (killed / name).stat().st_mtime_ns for name in finished} == finished
+    assert digests(killed) == digests(whole)
+
+
+MEASURE = """
+import sys, resource
+from pathlib import Path
+from sparkinfer.quantization.quantizer import Options, Quantizer
+from sparkinfer.quantization.schemes import Format
+import torch
+torch.set_num_threads(1)
+folder, target, text, kind = sys.argv[1:]
+options = Options(Format(kind), calibration=(Path(text),), calibration_tokens=512, search=False, shard_bytes=8 << 20,
+                  elements=1 << 19)
+Quantizer(Path(folder), Path(target), options).run()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8"])
+def test_memory_does_not_grow_with_the_checkpoint(source, text, tmp_path, kind):
+    """Ten times the layers, in many shards: the same peak but for a few MiB of names."""
+    peaks, sizes = [], []
+    for number, layers in enumerate((4, 40)):
+        folder = source(
+            shard_bytes=8 << 20, num_hidden_layers=layers, layer_types=None, hidden_size=512, intermediate_size=1024
+        )
+        sizes.append(sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 2**20)
+        command = [sys.executable, "-c", MEASURE, str(folder), str(tmp_path / str(number)), str(text), kind]
+        done = subprocess.run(command, env=environment(), check=True, capture_output=True, text=True)
+        peaks.append(int(done.stdout) / 1024)
+    print(f"{kind}: checkpoints of {sizes[0]:.0f} and {sizes[1]:.0f} MiB, peaks {peaks[0]:.0f} and {peaks[1]:.0f} MiB")
+    assert sizes[1] - sizes[0] > 150
+    assert peaks[1] - peaks[0] < 0.2 * (sizes[1] - sizes[0])
