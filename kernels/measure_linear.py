@@ -1,6 +1,6 @@
 """Check and time the projections of `sparkinfer_kernels.linear` on a GPU.
 
-`python kernels/measure_linear.py [--out FOLDER] PART...` with PART: check, check_fp8, check_large, tune, table or large.
+`python kernels/measure_linear.py [--out FOLDER] PART...`, parts: check, check_fp8, check_large, tune, table, large.
 Weights are random and several copies of them, larger together than the second-level cache, are used in turn in a graph.
 `tune` tries many launch parameters and writes those that won to FOLDER/tuned.json.
 """
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -104,10 +105,11 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def check() -> None:
     """Against fp64, for ragged shapes and many parameters."""
+    build_all()
     worst = 0.0
     for (n, k), m in itertools.product(
         [(48, 208), (1544, 256), (96, 1024), (2064, 640), (5120, 6144)],
-        (1, 3, 8, 17, 33, 64, 150),
+        (1, 3, 8, 15, 32, 64, 150),
     ):
         parts = Parts(n, k)
         weight = prepare_nvfp4([parts])
@@ -115,8 +117,10 @@ def check() -> None:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         expected = x.double() @ parts.plain().double().T
         tokens = next((bm for bm in skinny.TOKENS if bm >= m), 64)
-        for index, config in enumerate(candidates(tokens, n, k)[::3]):
-            skinny.PDL = index % 2 == 0
+        for shape, per_sm in itertools.product(tried(tokens)[::2], (0, 1)):
+            config = Config(*shape, per_sm)
+            if -(-k // 128) < config.kb:
+                continue
             out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
             skinny.product(x, weight, workspace.partials, workspace.counters, out, config=config)
             off = error(out, expected)
@@ -126,67 +130,50 @@ def check() -> None:
     print(f"check: worst relative error {worst:.2e} (bf16 output)")
 
 
-def candidates(tokens: int, n: int, k: int) -> list[Config]:
-    """Launch parameters worth trying."""
-    wide = [
-        (8, 1, 1, 1, 4),
-        (4, 2, 1, 1, 4),
-        (4, 1, 1, 1, 4),
-        (4, 1, 2, 1, 4),
-        (4, 2, 2, 1, 3),
-        (2, 4, 2, 1, 3),
-    ]
-    wide += [
-        (1, 4, 2, 1, 4),
-        (2, 2, 2, 1, 4),
-        (4, 1, 1, 2, 3),
-        (1, 4, 1, 2, 4),
-        (1, 8, 2, 1, 4),
-        (2, 4, 1, 1, 4),
-    ]
-    if tokens >= 16:
-        wide += [
-            (1, 8, 1, 1, 4),
-            (1, 8, 1, 2, 3),
-            (1, 8, 4, 1, 3),
-            (1, 16, 2, 1, 3),
-            (1, 4, 4, 1, 3),
-        ]
+TRIED = {
+    8: "14214 14223 14413 24213 18214 18223 42213 41214 22214 12414",
+    16: "14214 14223 14413 24213 18214 18222 18413 22214 18114",
+    32: "14214 14414 18213 18414 1g214 1g113 24213 18114",
+    64: "18114 18213 1g113 14213 14114 1g213",
+}
+"""(WK, WN, RT, KB, stages), a digit each (g: 16), by token columns."""
+
+
+def tried(tokens: int) -> list[tuple[int, ...]]:
+    """The numbers of `TRIED`."""
+    return [tuple(int(digit, 17) for digit in word) for word in TRIED[tokens].split()]
+
+
+def candidates(tokens: int) -> list[Config]:
+    """Launch parameters worth trying: as many programs a multiprocessor as fit, and fewer."""
     found = []
-    for (wk, wn, rt, kb, stages), split in itertools.product(wide, (1, 2, 3, 4, 6, 8)):
-        step = wn * rt * 16 * wk * kb * 64 + wn * rt * 16 * wk * kb * 8 + tokens * wk * kb * 256
-        blocks = -(-n // (wn * rt * 16))
-        steps = -(-k // (128 * wk * kb))
-        if step * stages > 200_000 or tokens * rt > 128 or steps // split < 2 or blocks * split > 2400:
-            continue
-        if split > 1 and (blocks * split < 66 or blocks > 400):
-            continue
-        found.append(Config(wk, wn, rt, kb, stages, split))
-    return found or [skinny.FALLBACK]
+    for wk, wn, rt, kb, stages in tried(tokens):
+        step = wk * kb * (wn * rt * 16 * 72 + tokens * 256)
+        fit = min(227 * 1024 // (step * stages + 1024), 48 // (wk * wn), 6)
+        for per_sm in {fit, max(1, fit * 2 // 3), max(1, fit // 2)}:
+            found.append(Config(wk, wn, rt, kb, stages, per_sm))
+    return found
 
 
 def _build(job: tuple[int, Sequence[Config]]) -> None:
     tokens, configs = job
-    weight = prepare_nvfp4([Parts(1024, 8192)])
-    workspace = make_workspace([weight], 64)
-    x = torch.randn(tokens, 8192, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty(tokens, 1024, device="cuda", dtype=torch.bfloat16)
-    for config in configs:
-        skinny.product(x, weight, workspace.partials, workspace.counters, out, config=config)
+    for k in (8192, 8320):
+        weight = prepare_nvfp4([Parts(1024, k)])
+        workspace = make_workspace([weight], 64)
+        x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(tokens, 1024, device="cuda", dtype=torch.bfloat16)
+        for config in configs:
+            skinny.product(x, weight, workspace.partials, workspace.counters, out, config=config)
     torch.cuda.synchronize()
 
 
 def build_all() -> None:
-    """Compile every kernel that will be timed, in several processes."""
+    """Compile every kernel that will be checked or timed, in several processes."""
     jobs = []
-    for tokens in (next(bm for bm in skinny.TOKENS if bm >= m) for m in TUNED_ROWS):
-        every = {
-            Config(c.wk, c.wn, c.rt, c.kb, c.stages, min(c.split, 2))
-            for n, k in SHAPES.values()
-            for c in candidates(tokens, n, k)
-        }
+    for tokens in skinny.TOKENS:
+        every = {replace(config, per_sm=1) for config in candidates(tokens)}
         ordered = sorted(every, key=str)
-        jobs += [(tokens, ordered[start::6]) for start in range(6)]
+        jobs += [(tokens, ordered[start::4]) for start in range(4)]
     with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 1)) as pool:
         pool.map(_build, jobs, chunksize=1)
 
@@ -206,7 +193,7 @@ def tune(out: Path) -> None:
             y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
             tokens = next(bm for bm in skinny.TOKENS if bm >= m)
             results = []
-            for config in candidates(tokens, n, k):
+            for config in candidates(tokens):
 
                 def run(index: int, config: Config = config) -> None:
                     weight = stack[index % len(stack)]
@@ -223,12 +210,9 @@ def tune(out: Path) -> None:
             results.sort(key=lambda one: one[0])
             every += [[name, m, round(us, 2), *_values(config)] for us, config in results]
             us, config = results[0]
-            skinny.PDL = False
-            plain_us = graph_time(lambda i: run(i, config), 2 * len(stack))
-            skinny.PDL = True
             rate = weight_bytes(n, k) / us / 1e6
             second = f"{results[1][0]:.1f} {_values(results[1][1])}" if len(results) > 1 else ""
-            line = f"{name:12} M {m:2}: {us:6.1f} us {rate:.2f} TB/s {_values(config)}; no PDL {plain_us:.1f}"
+            line = f"{name:12} M {m:2}: {us:6.1f} us {rate:.2f} TB/s {_values(config)}"
             print(f"{line}; then {second}", flush=True)
             chosen.setdefault(str(tokens), []).append([n, k, *_values(config)])
     (out / "tuned.json").write_text(json.dumps({skinny.architecture(0): chosen}))
@@ -236,7 +220,7 @@ def tune(out: Path) -> None:
 
 
 def _values(config: Config) -> list[int]:
-    return [config.wk, config.wn, config.rt, config.kb, config.stages, config.split]
+    return [config.wk, config.wn, config.rt, config.kb, config.stages, config.per_sm]
 
 
 def table() -> None:

@@ -26,18 +26,18 @@ PARAMETERS = [
     (32, 1, 8, 2, 1, 3),
     (64, 1, 8, 1, 1, 3),
 ]
-SPILLS = {90: 0, 120: 16}
+SPILLS = {90: 8, 120: 16}
 """Bytes of local memory a thread may use."""
 
 
-def skinny(values: tuple[int, ...], arch: int, split: bool, activate: bool) -> KernelBuild:
+def skinny(values: tuple[int, ...], arch: int, even: bool, activate: bool) -> KernelBuild:
     constexprs = dict(zip(("BM", "WK", "WN", "RT", "KB", "STAGES"), values, strict=True))
     return KernelBuild(
         "sparkinfer_kernels.linear.skinny_kernel:nvfp4_skinny_kernel",
         SKINNY,
         {
             **constexprs,
-            "SPLIT": split,
+            "EVEN": even,
             "GATE_UP": activate,
             "ACTIVATE": activate,
             "PDL": True,
@@ -51,7 +51,7 @@ def skinny(values: tuple[int, ...], arch: int, split: bool, activate: bool) -> K
 
 def test_skinny_kernel() -> None:
     builds = [
-        skinny(values, arch, split=index % 2 == 1, activate=index % 2 == 0)
+        skinny(values, arch, even=index % 2 == 0, activate=index % 2 == 0)
         for index, values in enumerate(PARAMETERS)
         for arch in (90, 120)
     ]
@@ -73,7 +73,7 @@ def test_skinny_fp8_kernel() -> None:
             KernelBuild(
                 "sparkinfer_kernels.linear.skinny_fp8_kernel:fp8_skinny_kernel",
                 signature,
-                {**constexprs, "SPLIT": blocks, "BLOCKS": blocks, "PDL": True},
+                {**constexprs, "BLOCKS": blocks, "PDL": True},
                 arch=arch,
                 num_warps=values[1] * values[2],
                 divisible=("x_stride", "out_stride", "K", "N"),

@@ -19,7 +19,7 @@ from sparkinfer_kernels.linear.skinny_fp8_kernel import fp8_skinny_kernel
 from sparkinfer_kernels.linear.skinny_kernel import nvfp4_skinny_kernel
 from sparkinfer_kernels.linear.weights import Fp8BlockWeight, Fp8RowWeight, Nvfp4Weight
 
-PARTIALS = 1 << 23
+PARTIALS = 1 << 24
 """fp32 elements of a workspace for partial sums."""
 COUNTERS = 1 << 14
 PDL = True
@@ -37,7 +37,8 @@ class Config:
     rt: int
     kb: int
     stages: int
-    split: int
+    per_sm: int
+    """Programs for each multiprocessor; 0 for one program a block, however many there are."""
 
     @property
     def rows(self) -> int:
@@ -45,7 +46,7 @@ class Config:
         return self.wn * self.rt * 16
 
 
-FALLBACK = Config(wk=4, wn=1, rt=1, kb=1, stages=3, split=1)
+FALLBACK = Config(wk=4, wn=1, rt=1, kb=1, stages=3, per_sm=0)
 
 
 @cache
@@ -64,9 +65,7 @@ def config_for(arch: str, tokens: int, n: int, k: int) -> Config:
     if not rows:
         return FALLBACK
     best = min(rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1])))[2]
-    blocks = -(-k // 128)
-    kb = best.kb if blocks >= best.kb else 1
-    return replace(best, kb=kb, split=max(1, min(best.split, blocks // (best.wk * kb))))
+    return best if -(-k // 128) >= best.kb else replace(best, kb=1)
 
 
 @cache
@@ -74,6 +73,12 @@ def architecture(index: int) -> str:
     """E.g. "sm_90"."""
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}"
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    """Of the device."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def product(
@@ -101,11 +106,14 @@ def product(
     chosen = config or config_for(architecture(index), tokens, n, k)
     row_tiles = -(-n // 16)
     blocks = -(-row_tiles * 16 // chosen.rows)
-    needed = token_blocks * blocks * chosen.split * chosen.rows * tokens
-    if chosen.split > 1 and (needed > partials.numel() or token_blocks * blocks > counters.numel()):
+    columns = -(-k // 128)
+    pieces = blocks * -(-columns // (chosen.wk * chosen.kb))
+    programs = min(pieces, chosen.per_sm * multiprocessors(index) or blocks)
+    needed = token_blocks * programs * 2 * chosen.rows * tokens
+    if programs != blocks and (needed > partials.numel() or token_blocks * blocks > counters.numel()):
         raise ValueError(
             f"partial sums of {needed} elements in {blocks} blocks exceed the workspace ({partials.numel()},"
-            f" {counters.numel()}): a smaller split for N = {n} is needed in tuned.json"
+            f" {counters.numel()}): fewer programs for N = {n} are needed in tuned.json"
         )
     shared = (out, out.stride(0), partials, counters, m, n, k)
     parameters: dict[str, Any] = {
@@ -115,12 +123,11 @@ def product(
         "RT": chosen.rt,
         "KB": chosen.kb,
         "STAGES": chosen.stages,
-        "SPLIT": chosen.split > 1,
         "PDL": PDL,
         "launch_pdl": PDL,
         "num_warps": chosen.wk * chosen.wn,
     }
-    grid = (token_blocks, blocks, chosen.split)
+    grid = (token_blocks, programs)
     if isinstance(weight, Nvfp4Weight):
         nvfp4_skinny_kernel[grid](
             x,
@@ -130,6 +137,7 @@ def product(
             weight.row_scales,
             *shared,
             row_tiles,
+            EVEN=columns % (chosen.wk * chosen.kb) == 0,
             GATE_UP=weight.gate_up,
             ACTIVATE=activate,
             **parameters,

@@ -13,11 +13,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from sparkinfer_kernels.linear.skinny_kernel import (
+    _advance,
     _bits,
     _fetch_x,
     _finish,
     _operand,
     _ranges,
+    _share,
     _x_copy_layout,
     _x_layout,
 )
@@ -79,12 +81,29 @@ def _dequantise(words, WK: gl.constexpr, RN: gl.constexpr, KB: gl.constexpr, lay
 
 
 @gluon.jit
-def _fetch_words(step, last, slot, buffer, words_row, words_at, words_k, WK: gl.constexpr, KB: gl.constexpr):
-    """Start the copies of one step's weights; beyond the end of K or of this block's part zeros are written."""
-    alive = (step < last).to(gl.int32)
-    at = words_at + step * (WK * KB * 32)
+def _fetch_words(
+    alive,
+    block,
+    k,
+    slot,
+    buffer,
+    words_ptr,
+    words_index,
+    N,
+    K,
+    WK: gl.constexpr,
+    RN: gl.constexpr,
+    KB: gl.constexpr,
+):
+    """Start the copies of piece `k` of a block's weights; beyond the end of K, or unless `alive`, zeros are written."""
+    index_k, index_r, index_w = words_index
+    at = (k * WK + index_k) * (KB * 32) + index_w
+    row = gl.minimum(block * (RN * 16) + index_r, N - 1)
     async_copy.async_copy_global_to_shared(
-        buffer.index(slot), words_row + at, mask=at < alive * words_k, eviction_policy="evict_first"
+        buffer.index(slot),
+        words_ptr + (row * (K // 4) + at),
+        mask=at < alive.to(gl.int32) * (K // 4),
+        eviction_policy="evict_first",
     )
 
 
@@ -108,11 +127,10 @@ def fp8_skinny_kernel(
     RT: gl.constexpr,
     KB: gl.constexpr,
     STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
     BLOCKS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out[m, n] = sum over k of x[m, k] * weight[n, k]; parameters as in `nvfp4_skinny_kernel`.
+    """out[m, n] = sum over k of x[m, k] * weight[n, k]; work is divided as in `nvfp4_skinny_kernel`.
 
     With BLOCKS (then KB is 1) every 128 x 128 block has a scale, otherwise every row. K is a multiple of 16.
     """
@@ -122,64 +140,69 @@ def fp8_skinny_kernel(
     fetch_layout: gl.constexpr = _copy_layout(WK, WN, RT, KB)
     x_layout: gl.constexpr = _x_layout(WK, WN, BM, KB)
     copy_layout: gl.constexpr = _x_copy_layout(WK, WN, BM, KB)
-    w_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    y_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     first_token = gl.program_id(0) * BM
-    block = gl.program_id(1)
-    part = gl.program_id(2)
     blocks_k = (K + 127) // 128
     steps = (blocks_k + WK * KB - 1) // (WK * KB)
-    parts = gl.num_programs(2)
-    first = steps * part // parts
-    last = steps * (part + 1) // parts
+    blocks = (N + RN * 16 - 1) // (RN * 16)
+    first, last = _share(blocks * steps)
 
-    words_k, words_r, words_w = _ranges(WK, RN * 16, KB * 32, fetch_layout)
-    row = gl.minimum(block * (RN * 16) + words_r, N - 1).to(gl.int64)
-    words_row = words_ptr + row * (K // 4)
-    words_at = words_k * (KB * 32) + words_w
+    words_index = _ranges(WK, RN * 16, KB * 32, fetch_layout)
     x_k, token, x_c = _ranges(WK, BM, KB * 128, copy_layout)
     token += first_token
     x_row = x_ptr + token.to(gl.int64) * x_stride
     x_at = x_k * (KB * 128) + x_c
-    swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, order=[2, 1, 0])
-    buffer = gl.allocate_shared_memory(gl.int32, [STAGES, WK, RN * 16, KB * 32], swizzled)
+    buffer = gl.allocate_shared_memory(
+        gl.int32, [STAGES, WK, RN * 16, KB * 32], gl.SwizzledSharedLayout(4, 1, 8, order=[2, 1, 0])
+    )
     x_buffer = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, WK, BM, KB * 128], gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
     )
 
-    acc = gl.zeros([WK, RN * 16, BM], gl.float32, mma)
-    scale_row = gl.arange(0, RN * 16, gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :]
-    scale_row = gl.minimum(block * (RN * 16) + scale_row, N - 1) // 128 * blocks_k
-    scale_column = gl.arange(0, WK, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
+    block = first // steps
+    k = first - block * steps
+    next_block, next_k = block, k
     for ahead in gl.static_range(STAGES - 1):
-        _fetch_words(first + ahead, last, ahead, buffer, words_row, words_at, K // 4, WK, KB)
+        _fetch_words(
+            first + ahead < last, next_block, next_k, ahead, buffer, words_ptr, words_index, N, K, WK, RN, KB
+        )  # fmt: skip
+        next_block, next_k = _advance(next_block, next_k, steps)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    next_block, next_k = block, k
     for ahead in gl.static_range(STAGES - 1):
-        _fetch_x(first + ahead, last, ahead, x_buffer, x_row, x_at, token < M, K, WK, KB)
+        _fetch_x(first + ahead < last, next_k, ahead, x_buffer, x_row, x_at, token < M, K, WK, KB)
         async_copy.commit_group()
+        next_block, next_k = _advance(next_block, next_k, steps)
+    acc = gl.zeros([WK, RN * 16, BM], gl.float32, mma)
+    scale_row = gl.arange(0, RN * 16, gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :]
+    scale_column = gl.arange(0, WK, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
     slot = 0
-    for step in range(first, last):
+    for piece in range(first, last):
         async_copy.wait_group(STAGES - 2)
+        free = gl.where(slot == 0, STAGES - 1, slot - 1)
+        alive = piece + STAGES - 1 < last
+        _fetch_words(alive, next_block, next_k, free, buffer, words_ptr, words_index, N, K, WK, RN, KB)
+        _fetch_x(alive, next_k, free, x_buffer, x_row, x_at, token < M, K, WK, KB)
+        async_copy.commit_group()
         words = buffer.index(slot).load(words_layout)
         x = x_buffer.index(slot).load(x_layout)
-        free = gl.where(slot == 0, STAGES - 1, slot - 1)
-        _fetch_words(step + STAGES - 1, last, free, buffer, words_row, words_at, K // 4, WK, KB)
-        _fetch_x(step + STAGES - 1, last, free, x_buffer, x_row, x_at, token < M, K, WK, KB)
-        async_copy.commit_group()
-        w = _dequantise(words, WK, RN, KB, w_layout)
+        next_block, next_k = _advance(next_block, next_k, steps)
+        w = _dequantise(words, WK, RN, KB, gl.DotOperandLayout(0, mma, 2))
+        x = _operand(x, WK, BM, KB, gl.DotOperandLayout(1, mma, 2))
         if BLOCKS:
-            at = gl.minimum(step * WK + scale_column, blocks_k - 1)
-            scale = gl.load(block_scales_ptr + scale_row + at)
-            product = mma_v2(w, _operand(x, WK, BM, KB, y_layout), gl.zeros([WK, RN * 16, BM], gl.float32, mma))
-            acc += product * scale[:, :, None]
+            row = gl.minimum(block * (RN * 16) + scale_row, N - 1) // 128
+            at = gl.minimum(k * WK + scale_column, blocks_k - 1)
+            scale = gl.load(block_scales_ptr + row * blocks_k + at)
+            acc += mma_v2(w, x, gl.zeros([WK, RN * 16, BM], gl.float32, mma)) * scale[:, :, None]
         else:
-            acc = mma_v2(w, _operand(x, WK, BM, KB, y_layout), acc)
+            acc = mma_v2(w, x, acc)
+        if (k == steps - 1) | (piece == last - 1):
+            _finish(
+                gl.sum(acc, 0), row_scales_ptr, out_ptr, out_stride, partials_ptr, counters_ptr, first_token, block,
+                blocks, steps, M, N, BM, RN, False, False,
+            )  # fmt: skip
+            acc = gl.zeros([WK, RN * 16, BM], gl.float32, mma)
+        block, k = _advance(block, k, steps)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)
-
-    _finish(
-        gl.sum(acc, 0), row_scales_ptr, out_ptr, out_stride, partials_ptr, counters_ptr, first_token, block, part, M, N,
-        BM, RN, SPLIT, False, False,
-    )  # fmt: skip

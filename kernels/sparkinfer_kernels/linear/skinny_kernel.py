@@ -155,55 +155,56 @@ def _ranges(A: gl.constexpr, B: gl.constexpr, C: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def _fetch_weight(
-    step,
-    last,
+def _fetch_codes(
+    alive,
+    block,
+    k,
     slot,
     codes_buffer,
     scales_buffer,
-    codes_row,
-    codes_at,
-    scales_row,
-    scales_at,
+    codes_ptr,
+    scales_ptr,
+    codes_index,
+    scales_index,
+    row_tiles,
     blocks_k,
     WK: gl.constexpr,
+    RN: gl.constexpr,
     KB: gl.constexpr,
+    EVEN: gl.constexpr,
 ):
-    """Start the copies of one step's weights; beyond the end of K or of this block's part zeros are written."""
-    alive = (step < last).to(gl.int32)
-    at = codes_at + step * (WK * KB * 256)
+    """Start the copies of piece `k` of a block's weights; beyond the end of K, or unless `alive`, zeros are written."""
+    limit = alive.to(gl.int32) * blocks_k
+    index_k, index_r, index_w = codes_index
+    at_k = (k * WK + index_k) * KB
+    at = (gl.minimum(block * RN + index_r, row_tiles - 1) * blocks_k + at_k) * 256 + index_w
+    mask = at_k + gl.zeros_like(at) < limit if EVEN else at_k * 256 + index_w < limit * 256
     async_copy.async_copy_global_to_shared(
-        codes_buffer.index(slot),
-        codes_row + at,
-        mask=at < alive * blocks_k * 256,
-        eviction_policy="evict_first",
+        codes_buffer.index(slot), codes_ptr + at, mask=mask, eviction_policy="evict_first"
     )
-    at = scales_at + step * (WK * KB * 32)
+    index_k, index_r, index_w = scales_index
+    at_k = (k * WK + index_k) * KB
+    at = (gl.minimum(block * RN + index_r, row_tiles - 1) * blocks_k + at_k) * 32 + index_w
+    mask = at_k + gl.zeros_like(at) < limit if EVEN else at_k * 32 + index_w < limit * 32
     async_copy.async_copy_global_to_shared(
-        scales_buffer.index(slot),
-        scales_row + at,
-        mask=at < alive * blocks_k * 32,
-        eviction_policy="evict_first",
+        scales_buffer.index(slot), scales_ptr + at, mask=mask, eviction_policy="evict_first"
     )
 
 
 @gluon.jit
-def _fetch_x(
-    step,
-    last,
-    slot,
-    x_buffer,
-    x_row,
-    x_at,
-    tokens,
-    K,
-    WK: gl.constexpr,
-    KB: gl.constexpr,
-):
-    """Start the copies of one step's activations."""
-    alive = (step < last).to(gl.int32)
-    at = x_at + step * (WK * KB * 128)
-    async_copy.async_copy_global_to_shared(x_buffer.index(slot), x_row + at, mask=tokens & (at < alive * K))
+def _fetch_x(alive, k, slot, x_buffer, x_row, x_at, tokens, K, WK: gl.constexpr, KB: gl.constexpr):
+    """Start the copies of piece `k` of the activations."""
+    at = x_at + k * (WK * KB * 128)
+    async_copy.async_copy_global_to_shared(
+        x_buffer.index(slot), x_row + at, mask=tokens & (at < alive.to(gl.int32) * K)
+    )
+
+
+@gluon.jit
+def _advance(block, k, steps):
+    """The piece after piece `k` of `block`."""
+    turn = k == steps - 1
+    return gl.where(turn, block + 1, block), gl.where(turn, 0, k + 1)
 
 
 @gluon.jit
@@ -227,100 +228,98 @@ def nvfp4_skinny_kernel(
     RT: gl.constexpr,
     KB: gl.constexpr,
     STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
+    EVEN: gl.constexpr,
     GATE_UP: gl.constexpr,
     ACTIVATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out[m, n] = sum over k of x[m, k] * weight[n, k] for one block of BM tokens, one of WN * RT row tiles and one
-    of the parts of K.
+    """out[m, n] = sum over k of x[m, k] * weight[n, k] for BM tokens and one share of the weight.
 
-    WK warps share each output tile, taking turns along K in pieces of KB * 128 columns; their sums are added in the
-    order of the warps, with SPLIT
-    those of the blocks by the block that comes last, in the order of the parts.
+    The weight is cut into blocks of WN * RT row tiles and these into pieces of WK * KB * 128 columns (EVEN: they fit
+    into K). Program i of G takes the i-th of G equal shares of all pieces, in order, so its copies never pause; a block
+    that several programs share is summed by the one that finishes last, in the order of the programs (Stream-K: Osama
+    et al. 2023, arXiv 2301.03598). WK warps share each output tile, taking turns along K.
     """
     RN: gl.constexpr = WN * RT
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WK, WN, 1], instr_shape=[1, 16, 8])
     codes_layout: gl.constexpr = _codes_layout(WK, WN, RT, KB)
     scales_layout: gl.constexpr = _scales_layout(WK, WN, RT, KB)
     x_layout: gl.constexpr = _x_layout(WK, WN, BM, KB)
-    w_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    y_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    copy_layout: gl.constexpr = _x_copy_layout(WK, WN, BM, KB)
     first_token = gl.program_id(0) * BM
-    block = gl.program_id(1)
-    part = gl.program_id(2)
-
     blocks_k = (K + 127) // 128
     steps = (blocks_k + WK * KB - 1) // (WK * KB)
-    parts = gl.num_programs(2)
-    first = steps * part // parts
-    last = steps * (part + 1) // parts
+    blocks = (row_tiles + RN - 1) // RN
+    first, last = _share(blocks * steps)
 
-    codes_k, codes_r, codes_w = _ranges(WK, RN, KB * 256, codes_layout)
-    tile = gl.minimum(block * RN + codes_r, row_tiles - 1).to(gl.int64)
-    codes_row = codes_ptr + tile * (blocks_k * 256)
-    codes_at = codes_k * (KB * 256) + codes_w
-    scales_k, scales_r, scales_w = _ranges(WK, RN, KB * 32, scales_layout)
-    tile = gl.minimum(block * RN + scales_r, row_tiles - 1).to(gl.int64)
-    scales_row = scales_ptr + tile * (blocks_k * 32)
-    scales_at = scales_k * (KB * 32) + scales_w
-    copy_layout: gl.constexpr = _x_copy_layout(WK, WN, BM, KB)
+    codes_index = _ranges(WK, RN, KB * 256, codes_layout)
+    scales_index = _ranges(WK, RN, KB * 32, scales_layout)
     x_k, token, x_c = _ranges(WK, BM, KB * 128, copy_layout)
     token += first_token
     x_row = x_ptr + token.to(gl.int64) * x_stride
     x_at = x_k * (KB * 128) + x_c
-
     codes_buffer = gl.allocate_shared_memory(
-        gl.int32,
-        [STAGES, WK, RN, KB * 256],
-        gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]),
+        gl.int32, [STAGES, WK, RN, KB * 256], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
     )
     scales_buffer = gl.allocate_shared_memory(
-        gl.int32,
-        [STAGES, WK, RN, KB * 32],
-        gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]),
+        gl.int32, [STAGES, WK, RN, KB * 32], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
     )
     x_buffer = gl.allocate_shared_memory(
-        gl.bfloat16,
-        [STAGES, WK, BM, KB * 128],
-        gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0]),
+        gl.bfloat16, [STAGES, WK, BM, KB * 128], gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
     )
 
-    acc = gl.zeros([WK, RN * 16, BM], gl.float32, mma)
+    block = first // steps
+    k = first - block * steps
     # The weights do not depend on the kernel before: their first pieces come while it still runs.
+    next_block, next_k = block, k
     for ahead in gl.static_range(STAGES - 1):
-        _fetch_weight(
-            first + ahead, last, ahead, codes_buffer, scales_buffer, codes_row, codes_at, scales_row, scales_at,
-            blocks_k, WK, KB,
+        _fetch_codes(
+            first + ahead < last, next_block, next_k, ahead, codes_buffer, scales_buffer, codes_ptr, scales_ptr,
+            codes_index, scales_index, row_tiles, blocks_k, WK, RN, KB, EVEN,
         )  # fmt: skip
+        next_block, next_k = _advance(next_block, next_k, steps)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    next_block, next_k = block, k
     for ahead in gl.static_range(STAGES - 1):
-        _fetch_x(first + ahead, last, ahead, x_buffer, x_row, x_at, token < M, K, WK, KB)
+        _fetch_x(first + ahead < last, next_k, ahead, x_buffer, x_row, x_at, token < M, K, WK, KB)
         async_copy.commit_group()
+        next_block, next_k = _advance(next_block, next_k, steps)
+    acc = gl.zeros([WK, RN * 16, BM], gl.float32, mma)
     slot = 0
-    for step in range(first, last):
+    for piece in range(first, last):
         async_copy.wait_group(STAGES - 2)
+        free = gl.where(slot == 0, STAGES - 1, slot - 1)
+        alive = piece + STAGES - 1 < last
+        _fetch_codes(
+            alive, next_block, next_k, free, codes_buffer, scales_buffer, codes_ptr, scales_ptr,
+            codes_index, scales_index, row_tiles, blocks_k, WK, RN, KB, EVEN,
+        )  # fmt: skip
+        _fetch_x(alive, next_k, free, x_buffer, x_row, x_at, token < M, K, WK, KB)
+        async_copy.commit_group()
         codes = codes_buffer.index(slot).load(codes_layout)
         scales = scales_buffer.index(slot).load(scales_layout)
         x = x_buffer.index(slot).load(x_layout)
-        free = gl.where(slot == 0, STAGES - 1, slot - 1)
-        _fetch_weight(
-            step + STAGES - 1, last, free, codes_buffer, scales_buffer, codes_row, codes_at, scales_row, scales_at,
-            blocks_k, WK, KB,
-        )  # fmt: skip
-        _fetch_x(step + STAGES - 1, last, free, x_buffer, x_row, x_at, token < M, K, WK, KB)
-        async_copy.commit_group()
-        w = _dequantise(codes, scales, WK, RN, KB, w_layout)
-        acc = mma_v2(w, _operand(x, WK, BM, KB, y_layout), acc)
+        next_block, next_k = _advance(next_block, next_k, steps)
+        w = _dequantise(codes, scales, WK, RN, KB, gl.DotOperandLayout(0, mma, 2))
+        acc = mma_v2(w, _operand(x, WK, BM, KB, gl.DotOperandLayout(1, mma, 2)), acc)
+        if (k == steps - 1) | (piece == last - 1):
+            _finish(
+                gl.sum(acc, 0), row_scales_ptr, out_ptr, out_stride, partials_ptr, counters_ptr, first_token, block,
+                blocks, steps, M, N, BM, RN, GATE_UP, ACTIVATE,
+            )  # fmt: skip
+            acc = gl.zeros([WK, RN * 16, BM], gl.float32, mma)
+        block, k = _advance(block, k, steps)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)
 
-    _finish(
-        gl.sum(acc, 0), row_scales_ptr, out_ptr, out_stride, partials_ptr, counters_ptr, first_token, block, part, M, N,
-        BM, RN, SPLIT, GATE_UP, ACTIVATE,
-    )  # fmt: skip
+
+@gluon.jit
+def _share(total):
+    """First and last + 1 of this program's pieces."""
+    program, programs = gl.program_id(1), gl.num_programs(1)
+    return total * program // programs, total * (program + 1) // programs
 
 
 @gluon.jit
@@ -333,66 +332,77 @@ def _finish(
     counters_ptr,
     first_token,
     block,
-    part,
+    blocks,
+    steps,
     M,
     N,
     BM: gl.constexpr,
     RN: gl.constexpr,
-    SPLIT: gl.constexpr,
     GATE_UP: gl.constexpr,
     ACTIVATE: gl.constexpr,
 ):
-    """Add the parts of K, scale the rows, apply SwiGLU if asked, store."""
+    """Deliver this program's sum of a block; the program that delivers last adds those of all and stores the result."""
     layout: gl.constexpr = y.type.layout
+    program, programs = gl.program_id(1), gl.num_programs(1)
+    total = blocks * steps
+    # Program p begins at total * p // programs: the program that has piece i is ((i + 1) * programs - 1) // total.
+    head = ((block * steps + 1) * programs - 1) // total
+    tail = ((block + 1) * steps * programs - 1) // total
     row = gl.arange(0, RN * 16, gl.SliceLayout(1, layout))
     column = gl.arange(0, BM, gl.SliceLayout(0, layout))[None, :]
-    token = column + first_token
-    done = True
-    if SPLIT:
-        parts = gl.num_programs(2)
-        place = row[:, None] * BM + column
-        shared = block * gl.num_programs(0) + gl.program_id(0)
-        mine = partials_ptr + shared.to(gl.int64) * parts * (RN * 16 * BM)
-        gl.store(mine + part * (RN * 16 * BM) + place, y, mask=token < M)
+    valid = column + first_token < M
+    done = head == tail
+    if head != tail:
+        # Two places a program: for the block that it begins and for the one that another has begun.
+        size: gl.constexpr = RN * 16 * BM
+        places = partials_ptr + gl.program_id(0).to(gl.int64) * programs * (2 * size) + row[:, None] * BM + column
+        gl.store(places + (program * 2 + (head == program).to(gl.int32)) * size, y, mask=valid)
         gl.thread_barrier()
-        before = gl.atomic_add(counters_ptr + shared, 1, sem="acq_rel", scope="gpu")
-        done = before == parts - 1
+        counter = counters_ptr + gl.program_id(0) * blocks + block
+        before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        done = before == tail - head
         if done:
-            gl.store(counters_ptr + shared, 0)
-            y = gl.load(mine + place, mask=token < M, other=0.0, cache_modifier=".cg")
-            for other in range(1, parts):
-                y += gl.load(
-                    mine + other * (RN * 16 * BM) + place,
-                    mask=token < M,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
+            gl.store(counter, 0)
+            y = gl.load(places + (head * 2 + 1) * size, mask=valid, other=0.0, cache_modifier=".cg")
+            for other in range(head + 1, tail + 1):
+                y += gl.load(places + other * 2 * size, mask=valid, other=0.0, cache_modifier=".cg")
     if done:
-        row += block * (RN * 16)
-        if row_scales_ptr is not None:
-            y *= gl.load(row_scales_ptr + row, mask=row < N, other=0.0)[:, None]
-        if ACTIVATE:
-            # Rows r * 8 + g of a tile: the gates have r = 0, their ups r = 1, both in one thread.
-            pair = y.reshape([RN, 2, 8, BM]).permute([0, 2, 3, 1])
-            gate, up = gl.split(pair)
-            z = gate / (1.0 + gl.exp(-gate)) * up
-            zl: gl.constexpr = z.type.layout
-            tile = gl.arange(0, RN, gl.SliceLayout(1, gl.SliceLayout(2, zl)))[:, None, None]
-            inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, zl)))[None, :, None]
-            m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(1, zl)))[None, None, :] + first_token
-            n = (block * RN + tile) * 8 + inner
-            gl.store(
-                out_ptr + m.to(gl.int64) * out_stride + n,
-                z.to(gl.bfloat16),
-                mask=(m < M) & (n < N // 2),
-            )
-        else:
-            n = row
-            if GATE_UP:
-                n = row // 16 * 8 + row % 8 + (row // 8 % 2) * (N // 2)
-            n = n[:, None]
-            gl.store(
-                out_ptr + token.to(gl.int64) * out_stride + n,
-                y.to(gl.bfloat16),
-                mask=(token < M) & (row[:, None] < N),
-            )
+        _store(y, row_scales_ptr, out_ptr, out_stride, first_token, block, M, N, BM, RN, GATE_UP, ACTIVATE)
+
+
+@gluon.jit
+def _store(
+    y,
+    row_scales_ptr,
+    out_ptr,
+    out_stride,
+    first_token,
+    block,
+    M,
+    N,
+    BM: gl.constexpr,
+    RN: gl.constexpr,
+    GATE_UP: gl.constexpr,
+    ACTIVATE: gl.constexpr,
+):
+    """Scale the rows, apply SwiGLU if asked, write bf16."""
+    layout: gl.constexpr = y.type.layout
+    row = gl.arange(0, RN * 16, gl.SliceLayout(1, layout)) + block * (RN * 16)
+    token = gl.arange(0, BM, gl.SliceLayout(0, layout))[None, :] + first_token
+    if row_scales_ptr is not None:
+        y *= gl.load(row_scales_ptr + row, mask=row < N, other=0.0)[:, None]
+    if ACTIVATE:
+        # Rows r * 8 + g of a tile: the gates have r = 0, their ups r = 1, both in one thread.
+        gate, up = gl.split(y.reshape([RN, 2, 8, BM]).permute([0, 2, 3, 1]))
+        z = gate / (1.0 + gl.exp(-gate)) * up
+        zl: gl.constexpr = z.type.layout
+        tile, inner, m = _ranges(RN, 8, BM, zl)
+        m += first_token
+        n = (block * RN + tile) * 8 + inner
+        gl.store(out_ptr + m.to(gl.int64) * out_stride + n, z.to(gl.bfloat16), mask=(m < M) & (n < N // 2))
+    else:
+        n = row
+        if GATE_UP:
+            n = row // 16 * 8 + row % 8 + (row // 8 % 2) * (N // 2)
+        mask = (token < M) & (row[:, None] < N)
+        gl.store(out_ptr + token.to(gl.int64) * out_stride + n[:, None], y.to(gl.bfloat16), mask=mask)
