@@ -57,7 +57,7 @@ def read_entries(folder: Path) -> dict[str, Entry]:
         CheckpointError: a shard is missing, truncated or malformed, or disagrees with the index; names the tensor.
     """
     found: dict[str, Entry] = {}
-    for path, names in _shards(folder):
+    for path, names in list(_shards(folder)):
         header = read_header(path, names)
         extra = sorted(set(header) - set(names)) if names is not None else []
         if extra:
