@@ -147,3 +147,32 @@ def test_plain_kernels() -> None:
         ]
     for used in compile_kernels(builds):
         used.check(SHARED_LIMIT[used.build.arch])
+
+
+def test_block_scaled_kernels() -> None:
+    module = "sparkinfer_kernels.linear.scaled_kernels:"
+    product = {f"{name}_ptr": kind for name, kind in (("x", "*u8"), ("x_scales", "*fp8e4nv"), ("x_factors", "*fp32"))}
+    product |= {f"{name}_ptr": kind for name, kind in (("w", "*u8"), ("w_scales", "*fp8e4nv"), ("w_factors", "*fp32"))}
+    product |= {"out_ptr": "*bf16", "M": "i32", "N": "i32"}
+    rows = {"x_ptr": "*bf16", "x_stride": "i32", "codes_ptr": "*u8", "scales_ptr": "*fp8e4nv", "factors_ptr": "*fp32"}
+    tiles = {"K": 5120, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
+    used, quantise = compile_kernels(
+        [
+            KernelBuild(
+                module + "nvfp4_scaled_kernel",
+                product,
+                tiles,
+                arch=120,
+                num_warps=8,
+                num_stages=2,
+                divisible=("N",),
+                sass=True,
+            ),
+            KernelBuild(module + "quantise_nvfp4_kernel", {**rows, "K": "i32"}, {"BLOCK": 8192}, arch=120, num_warps=8),
+        ]
+    )
+    used.check(SHARED_LIMIT[120])
+    quantise.check(SHARED_LIMIT[120])
+    # The tensor core's own NVFP4 instruction, not a product of numbers widened before.
+    assert used.count("OMMA.SF") > 0
+    assert used.count("HMMA") == 0
