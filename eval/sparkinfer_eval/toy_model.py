@@ -282,7 +282,8 @@ def generate(kind: str, folder: Path, seed: int = 0, size: ToySize | None = None
         tensors[spec.name] = tensor
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
     (temporary / "model.safetensors").chmod(0o644)
-    config = model_config(kind, size)
+    # The key by which a report knows that the weights are random, wherever the folder goes (plan/identity.py).
+    config = {**model_config(kind, size), "random_weights": True}
     _write_json(temporary / "config.json", config)
     _write_json(
         temporary / "generation_config.json",

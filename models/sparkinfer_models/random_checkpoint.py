@@ -180,7 +180,9 @@ def write_checkpoint(
     work = list(jobs(language_tensors(shape), choices))
     folder.mkdir(parents=True, exist_ok=True)
     quantised = {} if choices is None else {"quantization_config": choices.quantization_config()}
-    (folder / "config.json").write_text(json.dumps({**config, **quantised}, indent=1) + "\n")
+    # The last key is the one by which a report knows that the weights are random (sparkinfer_eval/plan/identity.py).
+    content = {**config, **quantised, "random_weights": True}
+    (folder / "config.json").write_text(json.dumps(content, indent=1) + "\n")
     word_tokenizer(folder, shape.vocab_size, config["eos_token_id"], config["pad_token_id"])
     shards = split_shards([job.tensor for job in work], shard_bytes)
     names = shard_names(len(shards))

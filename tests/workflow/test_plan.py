@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -192,10 +193,19 @@ def test_accuracy_gate_needs_both_engines_and_names_the_run(tree: Path) -> None:
     assert run_name(tree, accuracy={"top1": 0.5}) != run_name(tree)
 
 
-def test_weights_are_random_only_where_they_are_generated() -> None:
+def test_weights_are_random_where_they_are_generated_or_say_so(tmp_path: Path) -> None:
     plan = make_plan(ROOT, "release", for_target(settings(), "release"))
     assert [model.random_weights for model in plan.models.values()] == [False]
     assert "random" not in plan.settings["scale_statement"]
+    for random_weights, expected in ((None, False), (True, True)):
+        folder = tmp_path / str(random_weights)
+        folder.mkdir()
+        config = {"vocab_size": 9} if random_weights is None else {"vocab_size": 9, "random_weights": random_weights}
+        (folder / "config.json").write_text(json.dumps(config))
+        # A setting may add the mark, not take it away.
+        model = {"name": "m", "source": {"folder": str(folder)}, "dtype": "bfloat16", "random_weights": False}
+        plan = make_plan(ROOT, "release", for_target(settings(models=[model]), "release"))
+        assert plan.models["m"].random_weights is expected
     generated = {"name": "m", "source": {"generate": "dense"}, "dtype": "bfloat16"}
     plan = make_plan(ROOT, "release", for_target(settings(models=[generated]), "release"))
     assert plan.models["m"].random_weights

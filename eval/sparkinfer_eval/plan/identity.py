@@ -117,6 +117,21 @@ def folder_digest(folder: Path, cache: Path) -> str:
     return digest
 
 
+def has_random_weights(folder: Path) -> bool:
+    """Whether a checkpoint says of itself that its weights are random: `random_weights` in config.json.
+
+    `models/generate.py` and `models/random_checkpoint.py` write that; a quantised copy keeps it. Raises ConfigError
+    when the file is not JSON.
+    """
+    path = folder / "config.json"
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8")).get("random_weights"))
+    except FileNotFoundError:
+        return False
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}): put the checkpoint there again") from error
+
+
 def file_digest(path: Path) -> str:
     """`sha256:<hex>` of one file."""
     return "sha256:" + file_sha256(path)

@@ -182,10 +182,15 @@ def load_models(root: Path, settings: Mapping[str, Any], cells: Mapping[str, Cel
             source=dict(model["source"]),
             dtype=model["dtype"],
             max_model_len=length,
-            random_weights=model.get("random_weights", "generate" in model["source"]),
+            random_weights=model.get("random_weights", False) or _is_random(root, model["source"]),
             definition=_definition(root, model["source"]),
         )
     return found
+
+
+def _is_random(root: Path, source: Mapping[str, Any]) -> bool:
+    """Whether a model's weights are random by what it is made of, whatever the settings call it."""
+    return "generate" in source or ("folder" in source and identity.has_random_weights(root / source["folder"]))
 
 
 def _slots(
