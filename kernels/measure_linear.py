@@ -215,7 +215,7 @@ def tune(out: Path) -> None:
             line = f"{name:12} M {m:2}: {us:6.1f} us {rate:.2f} TB/s {_values(config)}"
             print(f"{line}; then {second}", flush=True)
             chosen.setdefault(str(tokens), []).append([n, k, *_values(config)])
-    (out / "tuned.json").write_text(json.dumps({skinny.architecture(0): chosen}))
+    (out / "tuned.json").write_text(json.dumps({skinny.architecture(0): {"nvfp4": chosen}}))
     (out / "every.json").write_text(json.dumps(every))
 
 

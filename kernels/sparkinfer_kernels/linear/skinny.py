@@ -1,7 +1,7 @@
 """Products with few rows: launches the memory-bound kernels with the parameters measured for each shape.
 
-`tuned.json` holds, by architecture and number of token columns, rows [N, K, parameters] of measured shapes; a product
-takes the parameters of the nearest shape. Nothing is tuned at run time.
+`tuned.json` holds, by architecture, weight format ("nvfp4", "fp8") and number of token columns, rows [N, K, parameters]
+of measured shapes; a product takes the parameters of the nearest shape. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -47,25 +47,39 @@ class Config:
 
 
 FALLBACK = Config(wk=4, wn=1, rt=1, kb=1, stages=3, per_sm=0)
+SHARED = {"sm_90": 227 * 1024}
+"""Bytes of shared memory for a block; 99 KiB elsewhere."""
+ROW_BYTES = {"nvfp4": 72, "fp8": 128}
+"""Of a row's 128 columns in shared memory."""
 
 
 @cache
-def _table() -> dict[str, dict[int, list[tuple[int, int, Config]]]]:
+def _table() -> dict[str, dict[str, dict[int, list[tuple[int, int, Config]]]]]:
     stored = json.loads(Path(__file__).with_name("tuned.json").read_text())
     return {
-        arch: {int(bm): [(n, k, Config(*values)) for n, k, *values in rows] for bm, rows in by_tokens.items()}
-        for arch, by_tokens in stored.items()
+        arch: {
+            form: {int(bm): [(n, k, Config(*values)) for n, k, *values in rows] for bm, rows in by_tokens.items()}
+            for form, by_tokens in forms.items()
+        }
+        for arch, forms in stored.items()
     }
 
 
 @cache
-def config_for(arch: str, tokens: int, n: int, k: int) -> Config:
-    """Parameters of the nearest measured shape (by ratios of N and K); one warp a row tile where none is known."""
-    rows = _table().get(arch, {}).get(tokens, [])
-    if not rows:
-        return FALLBACK
-    best = min(rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1])))[2]
-    return best if -(-k // 128) >= best.kb else replace(best, kb=1)
+def config_for(arch: str, form: str, tokens: int, n: int, k: int) -> Config:
+    """Parameters of the nearest measured shape (by ratios of N and K), with as many stages as the memory holds.
+
+    Architectures without entries of their own take those of sm_90.
+    """
+    table = _table()
+    rows = table.get(arch, table.get("sm_90", {})).get(form, {}).get(tokens, [])
+    best = FALLBACK
+    if rows:
+        best = min(rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1])))[2]
+    if -(-k // 128) < best.kb:
+        best = replace(best, kb=1)
+    stage = best.wk * best.kb * (best.rows * ROW_BYTES[form] + tokens * 256)
+    return replace(best, stages=max(2, min(best.stages, (SHARED.get(arch, 99 * 1024) - 2048) // stage)))
 
 
 @cache
@@ -103,7 +117,8 @@ def product(
     tokens = next((bm for bm in TOKENS if bm >= m), TOKENS[-1])
     token_blocks = -(-m // tokens)
     index = torch.cuda.current_device() if x.device.index is None else x.device.index
-    chosen = config or config_for(architecture(index), tokens, n, k)
+    form = "nvfp4" if isinstance(weight, Nvfp4Weight) else "fp8"
+    chosen = config or config_for(architecture(index), form, tokens, n, k)
     row_tiles = -(-n // 16)
     blocks = -(-row_tiles * 16 // chosen.rows)
     columns = -(-k // 128)
