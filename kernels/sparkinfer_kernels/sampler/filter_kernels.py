@@ -19,6 +19,8 @@ STEPS = tl.constexpr(16)
 """Thresholds of a search level; level 0 also sums the whole row, as number 16 (counted from 0)."""
 DEPTH = tl.constexpr(40.0)
 """Level 0 looks this far (natural log) below the most likely token; less mass than e**-40 hides below."""
+FEW = tl.constexpr(4096)
+"""A bracket of level 0 with no more values than this is not narrowed further (counted for rows with top-k only)."""
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def _sums(counts_ptr, masses_ptr, row, slices, level, SLICES: tl.constexpr):
 def _narrow(counts, masses, total, lo, hi, top, low, count_hi, mass_hi, top_k, top_p):
     """The bracket that holds the pivot (and the k-th value, which top-p needs), by the sums above the thresholds.
 
-    Returns (lo, hi, count at or above hi, mass at or above hi)."""
+    Returns (lo, hi, count at or above hi, mass at or above hi, whether top-k knows that little is inside)."""
     j = tl.arange(0, 32)
     step = j < 16
     # Numbers of the first threshold with enough above it; 16 when even the last has too little.
@@ -81,20 +83,31 @@ def _narrow(counts, masses, total, lo, hi, top, low, count_hi, mass_hi, top_k, t
     new_hi = tl.where(upper == 0, hi, _threshold(upper - 1, lo, hi, top, low))
     above = tl.sum(tl.where(j == upper - 1, counts, 0))
     mass_above = tl.sum(tl.where(j == upper - 1, masses, 0.0))
-    return new_lo, new_hi, tl.where(upper == 0, count_hi, above), tl.where(upper == 0, mass_hi, mass_above)
+    above = tl.where(upper == 0, count_hi, above)
+    mass_above = tl.where(upper == 0, mass_hi, mass_above)
+    few = (top_k > 0) & (lower < 16) & (tl.sum(tl.where(j == lower, counts, 0)) - above <= FEW)
+    return new_lo, new_hi, above, mass_above, few
 
 
 @triton.jit
 def _bracket(counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, LEVELS: tl.constexpr, SLICES: tl.constexpr):
-    """The bracket after `LEVELS` levels, and the mass of the whole row."""
+    """The bracket after `LEVELS` levels, the mass of the whole row, and whether level 1 is left out."""
     lo, hi = _first_bracket(top, low)
-    count_hi, mass_hi, total = 0, 0.0, 0.0
-    for level in tl.static_range(LEVELS):
-        counts, masses = _sums(counts_ptr, masses_ptr, row, slices, level, SLICES)
-        if level == 0:
-            total = tl.sum(tl.where(tl.arange(0, 32) == 16, masses, 0.0))
-        lo, hi, count_hi, mass_hi = _narrow(counts, masses, total, lo, hi, top, low, count_hi, mass_hi, top_k, top_p)
-    return lo, hi, count_hi, mass_hi, total
+    count_hi, mass_hi, total, few = 0, 0.0, 0.0, False
+    if LEVELS > 0:
+        counts, masses = _sums(counts_ptr, masses_ptr, row, slices, 0, SLICES)
+        total = tl.sum(tl.where(tl.arange(0, 32) == 16, masses, 0.0))
+        lo, hi, count_hi, mass_hi, few = _narrow(
+            counts, masses, total, lo, hi, top, low, count_hi, mass_hi, top_k, top_p
+        )
+    if LEVELS > 1:
+        counts, masses = _sums(counts_ptr, masses_ptr, row, slices, 1, SLICES)
+        lo_1, hi_1, count_1, mass_1, _few_1 = _narrow(
+            counts, masses, total, lo, hi, top, low, count_hi, mass_hi, top_k, top_p
+        )
+        lo, hi = tl.where(few, lo, lo_1), tl.where(few, hi, hi_1)
+        count_hi, mass_hi = tl.where(few, count_hi, count_1), tl.where(few, mass_hi, mass_1)
+    return lo, hi, count_hi, mass_hi, total, few
 
 
 @triton.jit
@@ -124,23 +137,28 @@ def count_kernel(
         top_k = tl.where(top_k < vocab, top_k, 0)
         x, _token = load_slice(logits_ptr, row, stride, vocab, BLOCK)
         top, low = _row_extremes(value_ptr, lowest_ptr, row, slices, temperature, SLICES)
-        lo, hi, _count_hi, _mass_hi, _total = _bracket(
+        lo, hi, _count_hi, _mass_hi, _total, few = _bracket(
             counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, LEVEL, SLICES
         )
-        x = tl.math.div_rn(x, temperature)
-        mass = tl.exp(x - top)
-        j = tl.arange(0, 32)
-        counts = tl.zeros([32], dtype=tl.int32)
-        masses = tl.zeros([32], dtype=tl.float32)
-        for number in tl.static_range(16):
-            passes = x >= _threshold(number, lo, hi, top, low)
-            counts = tl.where(j == number, tl.sum(passes.to(tl.int32)), counts)
+        if few == 0:
+            x = tl.math.div_rn(x, temperature)
+            mass = tl.exp(x - top)
+            j = tl.arange(0, 32)
+            base = ((LEVEL * tl.num_programs(0) + row) * slices + part) * 32 + j
+            # Counts serve top-k, masses serve top-p; what a row does not need is not read either.
+            if top_k > 0:
+                counts = tl.zeros([32], dtype=tl.int32)
+                for number in tl.static_range(16):
+                    passes = x >= _threshold(number, lo, hi, top, low)
+                    counts = tl.where(j == number, tl.sum(passes.to(tl.int32)), counts)
+                tl.store(counts_ptr + base, counts, mask=j < 16)
             if top_p < 1.0:
-                masses = tl.where(j == number, tl.sum(tl.where(passes, mass, 0.0)), masses)
-        masses = tl.where(j == 16, tl.sum(mass), masses)
-        base = ((LEVEL * tl.num_programs(0) + row) * slices + part) * 32 + j
-        tl.store(counts_ptr + base, counts, mask=j <= 16)
-        tl.store(masses_ptr + base, masses, mask=j <= 16)
+                masses = tl.zeros([32], dtype=tl.float32)
+                for number in tl.static_range(16):
+                    passes = x >= _threshold(number, lo, hi, top, low)
+                    masses = tl.where(j == number, tl.sum(tl.where(passes, mass, 0.0)), masses)
+                masses = tl.where(j == 16, tl.sum(mass), masses)
+                tl.store(masses_ptr + base, masses, mask=j <= 16)
 
 
 @triton.jit
@@ -171,7 +189,7 @@ def collect_kernel(
         top_k = tl.where(top_k < vocab, top_k, 0)
         x, token = load_slice(logits_ptr, row, stride, vocab, BLOCK)
         top, low = _row_extremes(value_ptr, lowest_ptr, row, slices, temperature, SLICES)
-        lo, hi, _count_hi, _mass_hi, _total = _bracket(
+        lo, hi, _count_hi, _mass_hi, _total, _few = _bracket(
             counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, 2, SLICES
         )
         x = tl.math.div_rn(x, temperature)
@@ -306,7 +324,7 @@ def pivot_kernel(
         pivot = float("-inf")
         if ranked:
             top, low = _row_extremes(value_ptr, lowest_ptr, row, slices, temperature, SLICES)
-            lo, _hi, count_hi, mass_hi, total = _bracket(
+            lo, _hi, count_hi, mass_hi, total, _few = _bracket(
                 counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, 2, SLICES
             )
             found = tl.load(found_ptr + row)
