@@ -30,7 +30,7 @@ class Limits:
     top1: float = 0.99
     kl: float = 0.002
     loss: float = 0.01
-    gap: float = 0.5
+    gap: float = 1.5
 
 
 @dataclass(frozen=True, slots=True)
