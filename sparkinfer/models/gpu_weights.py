@@ -18,6 +18,7 @@ from sparkinfer.quantization.nvfp4 import Nvfp4Parts
 
 Parts = torch.Tensor | Nvfp4Parts | Fp8BlockParts
 FP8_BLOCK = 128
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class GpuWeights:
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
         """A matrix in the model's dtype."""
-        return self.source.get(name, shape).to(device=self.device, dtype=self.dtype)
+        return aligned(self.source.get(name, shape).to(device=self.device, dtype=self.dtype))
 
     def fp32(self, name: str, *shape: int) -> torch.Tensor:
         """A vector kept in fp32: norm weights and decay constants."""
@@ -204,6 +205,11 @@ class GpuWeights:
         if isinstance(run[0], Fp8BlockParts):
             return self.ops.prepare_fp8_block([(part.weight, part.scales) for part in run])  # type: ignore[union-attr]
         return self.ops.prepare_bf16(run)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied where it does not begin at 16 bytes: files pack tensors tightly, kernels load 16 at once."""
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def _stackable(part: Parts) -> bool:
