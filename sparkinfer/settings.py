@@ -152,6 +152,15 @@ class Settings:
         "does not depend on the requests beside it. Slower.",
         where="scheduler, GPU kernels",
     )
+    steps_in_flight: int | None = _setting(
+        None,
+        "Steps that may be under way at once. With 2 the host plans and launches the next step while one runs, and a "
+        "request that ends unforeseen (a stop token) has one row computed in vain.",
+        where="scheduler, engine process",
+        low=1,
+        auto="2 on a GPU, which runs beside the host; 1 on a CPU, where the step itself occupies the cores and the "
+        "host's share of it is below 3 %",
+    )
     threads: int | None = _setting(
         None,
         "Threads of torch's CPU kernels in the engine process.",

@@ -36,8 +36,8 @@ HOST_SHARE = 4
 """Automatic pools take at most one part in this many of the host's free memory."""
 WARM_UP_TOKENS = 1024
 WARM_UP_REQUESTS = 4
-GPU_IN_FLIGHT = 2
-"""On a GPU the next step is launched while the one before runs."""
+IN_FLIGHT = {"cpu": 1, "cuda": 2}
+"""Steps under way by device type: on a GPU the next step is launched while the one before runs."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def mixed_chunk(settings: Settings, config: ModelConfig) -> int:
 
 
 def scheduler_config(
-    settings: Settings, config: ModelConfig, memory: MemoryPlan, sizes: Sizes, max_in_flight: int = 1
+    settings: Settings, config: ModelConfig, memory: MemoryPlan, sizes: Sizes, device: str
 ) -> SchedulerConfig:
     """The scheduler's settings for this model."""
     is_moe = config.num_experts > 0
@@ -155,7 +155,7 @@ def scheduler_config(
         snapshot_bytes=memory.snapshot_bytes,
         checkpoint_interval=settings.checkpoint_interval,
         decode_checkpoint_interval=settings.decode_checkpoint_interval,
-        max_in_flight=max_in_flight,
+        max_in_flight=settings.steps_in_flight or IN_FLIGHT[torch.device(device).type],
     )
 
 
@@ -199,7 +199,7 @@ def _build_on_cpu(options: EngineOptions, config: ModelConfig, device: str) -> t
     settings, folder = options.settings, Path(options.model)
     memory = MemoryPlan.for_model(config, dtype=options.dtype, num_slots=settings.max_num_seqs)
     sizes = plan_sizes(settings, config, memory, folder, device)
-    schedule = scheduler_config(settings, config, memory, sizes)
+    schedule = scheduler_config(settings, config, memory, sizes, device)
     schedule.validate()
     runner = ModelRunner(
         folder,
@@ -224,7 +224,7 @@ def _build_on_gpu(options: EngineOptions, config: ModelConfig, device: str) -> t
     budget = gpu_budget(config, memory, limits, _snapshots(settings, memory), *torch.cuda.mem_get_info(model.device))
     log.info("device memory, %s", budget.describe())
     sizes = plan_sizes(settings, config, memory, folder, device, budget.require_kv())
-    schedule = scheduler_config(settings, config, memory, sizes, GPU_IN_FLIGHT)
+    schedule = scheduler_config(settings, config, memory, sizes, device)
     schedule.validate()
     counts = {
         "num_kv_blocks": sizes.num_kv_blocks,

@@ -1,7 +1,7 @@
 """Faults that hybrid engines had, as far as they lie in the scheduler: tests named after where each was seen.
 
-Rows that concern kernels, graphs or the dtype of persisted states belong to the model runner's tests; rows about a
-drafter to the drafter's.
+Rows that concern states and captured steps are in tests/models/test_traps.py; docs/traps.md has the whole list, and
+what waits for a drafter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 import pytest
 
 from sparkinfer.scheduling.prefix_index import extend_hashes
-from sparkinfer.scheduling.types import Request, StepPlan
+from sparkinfer.scheduling.types import BlockMove, MoveKind, Request, StepPlan
 from tests.scheduling.driver import Driver, family_tokens, small_config
 from tests.scheduling.fake_model import POISON, check_no_reuse, expected_output, state_after
 
@@ -203,6 +203,41 @@ def test_mini_sglang_67_102_the_check_itself_can_fail() -> None:
     newest.rows[0].slot = later.rows[0].slot
     with pytest.raises(AssertionError, match="slot in use"):
         check_no_reuse(later, newest)
+
+
+def plans_in_flight(**changes: object) -> tuple[StepPlan, StepPlan]:
+    """Two plans in flight, the earlier of which writes a checkpoint; a copy of nothing, so tests may spoil them."""
+    driver = Driver(small_config(num_kv_blocks=60, num_snapshots=6, **changes))
+    driver.add(family_tokens(0)[:60], 20)
+    driver.launch()
+    driver.add(family_tokens(1)[:60], 20)
+    driver.launch()
+    earlier, later = driver.launched
+    assert earlier.prefill[0].checkpoints
+    assert later.prefill[0].checkpoints
+    return earlier, later
+
+
+def test_mini_sglang_67_102_reuse_of_blocks_and_of_pinned_buffers_would_be_seen() -> None:
+    """Snapshots and host blocks lie in pinned memory: one that a step in flight reads or writes is nobody else's."""
+    earlier, later = plans_in_flight()
+    check_no_reuse(earlier, later)
+    later.prefill[0].checkpoints = earlier.prefill[0].checkpoints
+    with pytest.raises(AssertionError, match="a snapshot in use"):
+        check_no_reuse(earlier, later)
+    earlier, later = plans_in_flight()
+    later.prefill[0].blocks = earlier.prefill[0].blocks
+    with pytest.raises(AssertionError, match="a block in use"):
+        check_no_reuse(earlier, later)
+    earlier, later = plans_in_flight()
+    earlier.moves.append(BlockMove(MoveKind.TO_DEVICE, 50, 3))
+    later.moves.append(BlockMove(MoveKind.TO_HOST, 51, 3))
+    with pytest.raises(AssertionError, match="a host block was reused"):
+        check_no_reuse(earlier, later)
+    earlier, later = plans_in_flight()
+    later.moves.append(BlockMove(MoveKind.TO_HOST, earlier.prefill[0].blocks[0], 4))
+    with pytest.raises(AssertionError, match="a move touches a block in use"):
+        check_no_reuse(earlier, later)
 
 
 def test_fresh_rows_do_not_see_an_old_state() -> None:

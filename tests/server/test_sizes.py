@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkinfer.engine.build import pick_device, plan_sizes, scheduler_config
+from sparkinfer.engine.build import Sizes, pick_device, plan_sizes, scheduler_config
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.models.config import ModelConfig, load_config
 from sparkinfer.runner.memory import MIB, MemoryPlan
@@ -64,7 +64,9 @@ def test_scheduler_gets_every_policy(config: ModelConfig, model_dir: Path) -> No
         mixed_chunk=128, mixed_max_prompts=3, own_pass_tokens=99, prefill_chunk=640, pack_prefill=False, pack_moe=False,
         aging_steps=5, checkpoint_interval=32, decode_checkpoint_interval=48, kv_cache_mb=64, max_num_seqs=3,
     )  # fmt: skip
-    plan = scheduler_config(settings, config, memory(3), plan_sizes(settings, config, memory(3), model_dir, "cpu"))
+    plan = scheduler_config(
+        settings, config, memory(3), plan_sizes(settings, config, memory(3), model_dir, "cpu"), "cpu"
+    )
     for name in (
         "mixed_chunk", "mixed_max_prompts", "own_pass_tokens", "prefill_chunk", "pack_prefill", "pack_moe",
         "aging_steps", "checkpoint_interval", "decode_checkpoint_interval", "max_num_seqs",
@@ -84,3 +86,17 @@ def test_devices() -> None:
         assert pick_device("auto") == "cpu"
         with pytest.raises(EnvironmentProblem, match="no CUDA device"):
             pick_device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "steps"), [("cpu", None, 1), ("cuda:0", None, 2), ("cpu", 2, 2), ("cuda", 1, 1)]
+)
+def test_steps_in_flight_follow_the_device(config: ModelConfig, device: str, asked: int | None, steps: int) -> None:
+    sizes = Sizes(num_kv_blocks=64, max_model_len=100, num_snapshots=4, num_host_blocks=0)
+    assert scheduler_config(Settings(steps_in_flight=asked), config, memory(), sizes, device).max_in_flight == steps
+
+
+def test_more_than_two_steps_in_flight_are_refused(config: ModelConfig) -> None:
+    sizes = Sizes(num_kv_blocks=64, max_model_len=100, num_snapshots=4, num_host_blocks=0)
+    with pytest.raises(ConfigError, match="max_in_flight is 3: it must be 1 or 2"):
+        scheduler_config(Settings(steps_in_flight=3), config, memory(), sizes, "cpu").validate()
