@@ -69,13 +69,16 @@ def test_top1_gap_loss_and_answers() -> None:
     assert found.loss_difference == pytest.approx(math.log(0.5 / 0.4) / 2)
     assert (found.answers, found.answers_equal, found.parted_at) == (1, 0, 1)
     assert found.answer_gap == pytest.approx(0.1)
+    strict = figures(a, b, TASK, near_tie=0.05)
+    assert (strict.beyond, strict.parted) == (0.5, 1.0)
+    assert [row.ok for row in rows(strict, Limits())][-2:] == [False, False]
     ok = {row.name: row.ok for row in rows(found, Limits())}
     assert ok == {
         "top-1 agreement, exact ties aside": False,
         "KL, mean (nats)": False,
         "loss difference (nats)": False,
-        "largest gap at a top-1 difference": True,
-        "largest gap where answers part": True,
+        "top-1 differences beyond near-ties": True,
+        "answers that part beyond near-ties": True,
     }
 
 

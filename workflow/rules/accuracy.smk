@@ -43,7 +43,9 @@ rule accuracy:
         "../envs/engine.yaml"
     params:
         model=lambda w: model_folder(plan_of(w).models[w.model]),
-        options=lambda w: accuracy_options(w, ("top1", "kl", "loss", "gap")),
+        options=lambda w: accuracy_options(
+            w, ("top1", "kl", "loss", "gap", "beyond", "parted")
+        ),
     shell:
         # 1 is a difference: kept, shown in the report and judged at the end, as that of any check.
         ".venv/bin/python eval/accuracy.py scores:{input.engine} scores:{input.reference} --model {params.model}"

@@ -73,10 +73,11 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--loss", type=float, default=limits.loss, help="most difference of the losses (default %(default)s)"
     )
-    group.add_argument(
-        "--gap", type=float, default=limits.gap,
-        help="most nats between two choices where the engines differ: near-ties (default %(default)s)",
-    )  # fmt: skip
+    group.add_argument("--gap", type=float, default=limits.gap, help="a near-tie's width in nats (default %(default)s)")
+    text = "most share of positions whose top-1 difference is no near-tie (default %(default)s)"
+    group.add_argument("--beyond", type=float, default=limits.beyond, help=text)
+    text = "most share of greedy answers that part at no near-tie (default %(default)s)"
+    group.add_argument("--parted", type=float, default=limits.parted, help=text)
     return top
 
 
@@ -89,10 +90,12 @@ def rows(found: Figures, limits: Limits) -> list[CheckRow]:
     if found.loss_difference is not None:
         ok = found.loss_difference <= limits.loss
         result.append(CheckRow("loss difference (nats)", found.loss_difference, limits.loss, ok))
-    result.append(CheckRow("largest gap at a top-1 difference", found.gap, limits.gap, found.gap <= limits.gap))
+    result.append(
+        CheckRow("top-1 differences beyond near-ties", found.beyond, limits.beyond, found.beyond <= limits.beyond)
+    )
     if found.answers:
-        gap = min(found.answer_gap, UNKNOWN)
-        result.append(CheckRow("largest gap where answers part", gap, limits.gap, gap <= limits.gap))
+        ok = found.parted <= limits.parted
+        result.append(CheckRow("answers that part beyond near-ties", found.parted, limits.parted, ok))
     return result
 
 
@@ -104,12 +107,34 @@ def summary(a: Scores, b: Scores, found: Figures) -> str:
         perplexity = "not reported for every token" if loss is None else f"{math.exp(loss):.4f}"
         lines.append(f"{letter}: {scores.engine['kind']} ({about}); {scores.method}; perplexity {perplexity}")
     lines.append(
-        f"{found.positions} positions; top-1 differs at {found.differing}, {found.near_ties} of them near-ties, beside "
+        f"{found.positions} positions; top-1 differs at {found.differing}, {found.near_ties} of them near-ties "
+        f"(largest gap {found.gap:.3g}), beside {found.ties} exact ties ({found.top1_plain:.4f} with them); "
+        f"KL p99 {found.kl_p99:.2g}, largest {found.kl_max:.2g}, over {found.mass:.2%} of the probability"
+    )
+    if found.answers:
+        ok = found.parted <= limits.parted
+        result.append(CheckRow("answers that part beyond near-ties", found.parted, limits.parted, ok))
+    return result
+
+
+def summary(a: Scores, b: Scores, found: Figures) -> str:
+    """What was compared, and the figures that are not judged."""
+    lines = []
+    for letter, scores, loss in (("A", a, found.loss_a), ("B", b, found.loss_b)):
+        about = ", ".join(f"{k} {v}" for k, v in scores.engine.items() if k not in ("kind", "engine_digest"))
+        perplexity = "not reported for every token" if loss is None else f"{math.exp(loss):.4f}"
+        lines.append(f"{letter}: {scores.engine['kind']} ({about}); {scores.method}; perplexity {perplexity}")
+    lines.append(
+        f"{found.positions} positions; top-1 differs at {found.differing}, {found.near_ties} of them near-ties (largest gap "
+        f"{found.gap:.3g}), beside "
         f"{found.ties} exact ties ({found.top1_plain:.4f} with them); KL p99 {found.kl_p99:.2g}, "
         f"largest {found.kl_max:.2g}, over {found.mass:.2%} of the probability"
     )
     if found.answers:
-        parted = "" if found.parted_at is None else f"; the others part at token {found.parted_at:g} (median)"
+        gap = "unknown" if found.answer_gap >= UNKNOWN else f"{found.answer_gap:.3g}"
+        parted = (
+            "" if found.parted_at is None else f"; others part at token {found.parted_at:g} (median), largest gap {gap}"
+        )
         lines.append(f"{found.answers_equal} of {found.answers} greedy answers are equal{parted}")
     return "\n".join(lines)
 
@@ -181,7 +206,7 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
             f"{CHECK}: scores of {len(task.windows)} windows and {len(task.prompts)} answers kept in {options.record}"
         )
         return PASS
-    limits = Limits(options.top1, options.kl, options.loss, options.gap)
+    limits = Limits(options.top1, options.kl, options.loss, options.gap, options.beyond, options.parted)
     b = others[0]
     found = figures(a, b, task, limits.gap)
     judged = rows(found, limits)

@@ -25,12 +25,17 @@ LEAST = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Thresholds of the gate. KL, loss and gaps in nats."""
+    """Thresholds of the gate. KL, loss and gap in nats; `beyond` and `parted` are shares of positions and answers.
+
+    A single gap says little on a MoE model: where rounding turns a near-tie of the router, another expert answers.
+    """
 
     top1: float = 0.99
     kl: float = 0.002
     loss: float = 0.01
-    gap: float = 1.5
+    gap: float = 0.5
+    beyond: float = 0.001
+    parted: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,18 @@ class Figures:
     answers: int
     answers_equal: int
     parted_at: float | None
+    answers_beyond: int
     answer_gap: float
+
+    @property
+    def beyond(self) -> float:
+        """Share of positions whose top-1 difference is no near-tie."""
+        return (self.differing - self.near_ties) / self.positions
+
+    @property
+    def parted(self) -> float:
+        """Share of greedy answers that part at something else than a near-tie."""
+        return self.answers_beyond / max(1, self.answers)
 
     @property
     def loss_difference(self) -> float | None:
@@ -143,5 +159,6 @@ def figures(a: Scores, b: Scores, task: Task, near_tie: float) -> Figures:
         answers=len(found),
         answers_equal=sum(f.parted is None for f in found),
         parted_at=statistics.median(parted) if parted else None,
+        answers_beyond=sum(f.gap > near_tie for f in found),
         answer_gap=max((f.gap for f in found), default=0.0),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparkinfer.errors import ConfigError
+from sparkinfer.identity import model_digest
 
 from .held_out import Task
 from .scores import Scores, read_scores
@@ -134,13 +135,16 @@ def _local(kind: str, folder: Path, context: int, method: str, options: dict[str
         from .vllm_server import started
 
         with started(folder, context, **options) as (url, name):
-            yield _server(url, name, method)
+            yield _server(url, name, method, dtype=options.get("dtype", "bfloat16"), model_digest=model_digest(folder))
 
 
-def _server(url: str, model: str | None, method: str) -> Scorer:
+def _server(url: str, model: str | None, method: str, **facts: str) -> Scorer:
+    """A server; `facts` are what is known of it besides what it says."""
     from .server import ServerEngine
 
-    return ServerEngine(url, model, method)
+    engine = ServerEngine(url, model, method)
+    engine.about |= facts
+    return engine
 
 
 class Recorded:

@@ -67,7 +67,7 @@ def provenance(name: str, document: dict[str, Any]) -> str:
     """How one record came about."""
     machine, source, limits = document["machine"], document["source"], Limits()
     changed = {row["name"]: row["limit"] for row in document["rows"]}
-    usual = {limits.top1, limits.kl, limits.loss, limits.gap}
+    usual = {limits.top1, limits.kl, limits.loss, limits.beyond, limits.parted}
     other = "" if set(changed.values()) <= usual else f"; limits {changed}"
     versions = ", ".join(f"{letter.upper()} scored by {document['engines'][letter]['method']}" for letter in ("a", "b"))
     gpus = [gpu["name"] for gpu in machine.get("gpus") or []]
