@@ -112,25 +112,6 @@ def summary(a: Scores, b: Scores, found: Figures) -> str:
         f"KL p99 {found.kl_p99:.2g}, largest {found.kl_max:.2g}, over {found.mass:.2%} of the probability"
     )
     if found.answers:
-        ok = found.parted <= limits.parted
-        result.append(CheckRow("answers that part beyond near-ties", found.parted, limits.parted, ok))
-    return result
-
-
-def summary(a: Scores, b: Scores, found: Figures) -> str:
-    """What was compared, and the figures that are not judged."""
-    lines = []
-    for letter, scores, loss in (("A", a, found.loss_a), ("B", b, found.loss_b)):
-        about = ", ".join(f"{k} {v}" for k, v in scores.engine.items() if k not in ("kind", "engine_digest"))
-        perplexity = "not reported for every token" if loss is None else f"{math.exp(loss):.4f}"
-        lines.append(f"{letter}: {scores.engine['kind']} ({about}); {scores.method}; perplexity {perplexity}")
-    lines.append(
-        f"{found.positions} positions; top-1 differs at {found.differing}, {found.near_ties} of them near-ties (largest gap "
-        f"{found.gap:.3g}), beside "
-        f"{found.ties} exact ties ({found.top1_plain:.4f} with them); KL p99 {found.kl_p99:.2g}, "
-        f"largest {found.kl_max:.2g}, over {found.mass:.2%} of the probability"
-    )
-    if found.answers:
         gap = "unknown" if found.answer_gap >= UNKNOWN else f"{found.answer_gap:.3g}"
         parted = (
             "" if found.parted_at is None else f"; others part at token {found.parted_at:g} (median), largest gap {gap}"
