@@ -1,0 +1,36 @@
+"""Measure loading: `python models/measure_load.py MODEL [--device cuda] [--cold]`. Prints one JSON line a load."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "models")]
+
+import torch  # noqa: E402
+from sparkinfer_models.measure_load import as_json, drop_cache, measure_load  # noqa: E402
+
+from sparkinfer.errors import SparkinferError  # noqa: E402
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache first")
+    options = parser.parse_args()
+    try:
+        if options.cold:
+            drop_cache(options.model)
+        print(as_json(measure_load(options.model, torch.device(options.device))))
+    except SparkinferError as error:
+        print(f"measure_load.py: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
