@@ -13,6 +13,9 @@ from sparkinfer_kernels.rms_norm.gpu import swiglu
 
 SKINNY_ROWS = 64
 """Up to this many rows the quantised weight is read once and dequantised in registers."""
+SLICED_ROWS = 192
+"""Up to this many rows an NVFP4 weight without an FP8 copy is used so, once for every 64 rows: dequantising it into
+memory first would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ def make_workspace(weights: Iterable[Weight], rows: int) -> Workspace:
     device = _device(given[0])
     nvfp4 = [weight for weight in given if isinstance(weight, Nvfp4Weight)]
     many = rows > SKINNY_ROWS
-    scratch = max((w.shape[0] * w.shape[1] for w in nvfp4 if many and w.fp8 is None), default=0)
+    scratch = max((w.shape[0] * w.shape[1] for w in nvfp4 if rows > SLICED_ROWS and w.fp8 is None), default=0)
     gate_up = max((w.shape[0] for w in nvfp4 if many and w.gate_up), default=0)
     fp8 = max((w.shape[1] for w in given if many and _fp8_copy(w) is not None), default=0)
     return Workspace(
@@ -98,7 +101,7 @@ def linear(
         )
     if m == 0:
         return out
-    if m <= SKINNY_ROWS and not isinstance(weight, Bf16Weight):
+    if _in_registers(weight, m):
         skinny.product(x, weight, workspace.partials, workspace.counters, out)
         return out
     copy = _fp8_copy(weight) if m > SKINNY_ROWS else None
@@ -139,7 +142,7 @@ def linear_swiglu(
         out = torch.empty(m, n // 2, dtype=torch.bfloat16, device=x.device)
     if m == 0:
         return out
-    if m <= SKINNY_ROWS:
+    if _in_registers(weight, m) and (fp8 is None or m <= SKINNY_ROWS):
         skinny.product(x, weight, workspace.partials, workspace.counters, out, activate=True)
         return out
     both = linear(x, weight, workspace, _scratch(workspace.gate_up, m, n), x_fp8, x_scale)
@@ -156,6 +159,13 @@ def quantise_rows(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -
         scales: [M] fp32, written: x = values * scales.
     """
     dequantise.quantise_rows(x, values, scales)
+
+
+def _in_registers(weight: Weight, m: int) -> bool:
+    """Whether `m` rows go through the kernels that dequantise in registers."""
+    if isinstance(weight, Nvfp4Weight) and weight.fp8 is None:
+        return m <= SLICED_ROWS
+    return m <= SKINNY_ROWS and not isinstance(weight, Bf16Weight)
 
 
 def _product_fp8(x: torch.Tensor, x_scale: torch.Tensor, weight: Fp8RowWeight, out: torch.Tensor) -> torch.Tensor:
