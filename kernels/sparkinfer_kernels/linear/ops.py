@@ -101,7 +101,7 @@ def linear(
         )
     if m == 0:
         return out
-    if _in_registers(weight, m):
+    if not isinstance(weight, Bf16Weight) and _in_registers(weight, m):
         skinny.product(x, weight, workspace.partials, workspace.counters, out)
         return out
     copy = _fp8_copy(weight) if m > SKINNY_ROWS else None
@@ -162,10 +162,10 @@ def quantise_rows(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -
 
 
 def _in_registers(weight: Weight, m: int) -> bool:
-    """Whether `m` rows go through the kernels that dequantise in registers."""
+    """Whether `m` rows of a quantised weight go through the kernels that dequantise in registers."""
     if isinstance(weight, Nvfp4Weight) and weight.fp8 is None:
         return m <= SLICED_ROWS
-    return m <= SKINNY_ROWS and not isinstance(weight, Bf16Weight)
+    return m <= SKINNY_ROWS
 
 
 def _product_fp8(x: torch.Tensor, x_scale: torch.Tensor, weight: Fp8RowWeight, out: torch.Tensor) -> torch.Tensor:
