@@ -1,0 +1,92 @@
+"""Projections on a GPU against fp64: every kernel, shapes that fill no tile, every tuned set of parameters."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from sparkinfer_kernels.linear import skinny, weights
+from sparkinfer_kernels.linear.gpu import (
+    linear,
+    linear_swiglu,
+    make_workspace,
+    prepare_fp8_block,
+    prepare_nvfp4,
+)
+from test_linear import Parts, plain, random_parts
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(n: int, k: int, factor: float, seed: int) -> tuple[Parts, torch.Tensor]:
+    """Parts on the GPU and the matrix [N, K] in fp64."""
+    parts = random_parts(n, k, factor, seed, low=0x30)
+    moved = Parts(parts.packed.cuda(), parts.scales.cuda(), parts.global_scale.cuda())
+    return moved, plain(parts).cuda()
+
+
+def off(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(("n", "k"), [(48, 208), (1544, 256), (2064, 640), (5120, 6144)])
+def test_nvfp4_at_few_and_many_rows(n: int, k: int) -> None:
+    parts, matrix = on_gpu(n, k, 2e-4, seed=n)
+    weight = prepare_nvfp4([parts])
+    workspace = make_workspace([weight], 1000)
+    for m in (1, 3, 17, 33, 64, 65, 200, 1000):
+        x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
+        out = torch.full((m, n + 8), float("nan"), device="cuda", dtype=torch.bfloat16)
+        linear(x, weight, workspace, out[:, :n])
+        assert off(out[:, :n], x.double() @ matrix.T) < 4e-3, m
+        assert out[:, n:].isnan().all()
+        assert torch.equal(out[:, :n], linear(x, weight, workspace)), "the same product twice differs"
+    assert not workspace.counters.any()
+
+
+def test_swiglu_in_the_same_kernel() -> None:
+    (gate, gate_matrix), (up, up_matrix) = on_gpu(776, 272, 2e-4, seed=1), on_gpu(776, 272, 3e-4, seed=2)
+    weight = prepare_nvfp4([gate, up], gate_up=True, fp8=True)
+    workspace = make_workspace([weight], 300)
+    for m, bound in ((1, 4e-3), (40, 4e-3), (300, 6e-2)):
+        x = torch.randn(m, 272, device="cuda").to(torch.bfloat16)
+        g, u = x.double() @ gate_matrix.T, x.double() @ up_matrix.T
+        assert off(linear(x, weight, workspace), torch.cat([g, u], 1)) < bound
+        assert off(linear_swiglu(x, weight, workspace), torch.nn.functional.silu(g) * u) < bound
+
+
+def test_fp8_weights() -> None:
+    for n, k, m in ((1000, 272, 1), (2048, 1024, 33), (2048, 1024, 130)):
+        values = torch.randn(n, k, device="cuda").to(weights.FP8)
+        scales = torch.rand(-(-n // 128), -(-k // 128), device="cuda") + 0.5
+        block = prepare_fp8_block([(values, scales)])
+        row = weights.Fp8RowWeight(values, torch.rand(n, device="cuda") + 0.5)
+        workspace = make_workspace([block, row], m)
+        x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
+        full = scales.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k] * values.double()
+        bound = 4e-3 if m <= 64 else 4e-2
+        assert off(linear(x, block, workspace), x.double() @ full.T) < bound
+        by_row = values.double() * row.scales.double()[:, None]
+        assert off(linear(x, row, workspace), x.double() @ by_row.T) < bound
+
+
+@pytest.mark.slow
+def test_every_tuned_set_of_parameters() -> None:
+    parts, matrix = on_gpu(2064, 640, 2e-4, seed=3)
+    weight = prepare_nvfp4([parts])
+    workspace = make_workspace([weight], 64)
+    for form in skinny._table().values():
+        for tokens, rows in form["nvfp4"].items():
+            x = torch.randn(tokens - 1, 640, device="cuda").to(torch.bfloat16)
+            for config, per_sm in itertools.product({row[2] for row in rows}, (0, 1, 5)):
+                out = torch.full((tokens - 1, 2064), float("nan"), device="cuda", dtype=torch.bfloat16)
+                skinny.product(
+                    x,
+                    weight,
+                    workspace.partials,
+                    workspace.counters,
+                    out,
+                    config=skinny.Config(config.wk, config.wn, config.rt, config.kb, config.stages, per_sm),
+                )
+                assert off(out, x.double() @ matrix.T) < 4e-3, (tokens, config, per_sm)
