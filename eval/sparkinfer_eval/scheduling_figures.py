@@ -56,7 +56,9 @@ BURST_TOKENS = (32, 128, 512)
 MIXING_CONCURRENCY = (4, 16, 32)
 LOST = 0.02
 """Throughput that mixing may seem to lose: an allowance for noise. The notes show the range of the pairs."""
-QUIET_LOAD = 1.5
+QUIET_CPUS = 0.5
+"""CPUs that other programs may keep busy. The load average would say what ran a minute ago."""
+SAMPLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,28 @@ class Figure:
         if self.goal is None:
             return None
         return self.value <= self.goal if self.better == "below" else self.value >= self.goal
+
+
+def busy_cpus(seconds: float = SAMPLE_S) -> float:
+    """How many CPUs this machine keeps busy while we sleep. Raises EnvironmentProblem where that cannot be read."""
+
+    def times() -> tuple[int, int]:
+        try:
+            fields = [
+                int(field) for field in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
+            ]
+        except (OSError, ValueError, IndexError) as error:
+            raise EnvironmentProblem(
+                f"/proc/stat cannot be read ({error}): the figures are measured on Linux"
+            ) from error
+        return sum(fields[:8]), fields[3] + fields[4]  # Guests are in the first fields already; idle and iowait.
+
+    before = times()
+    time.sleep(seconds)
+    after = times()
+    total = after[0] - before[0]
+    idle = after[1] - before[1]
+    return (os.cpu_count() or 1) * (total - idle) / total if total else 0.0
 
 
 def scheduler_cost(options: argparse.Namespace) -> list[Figure]:
@@ -243,7 +267,7 @@ def document(options: argparse.Namespace, figures: Sequence[Figure], command: Se
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
         "machine": machine_facts(),
-        "load_average_before": options.load_before,
+        "busy_cpus_before": options.busy_before,
         "source": source_facts(Path(__file__).resolve().parents[2]),
         "versions": {"sparkinfer": sparkinfer.__version__, "python": platform.python_version(),
                      "torch": str(torch.__version__)},
@@ -263,7 +287,7 @@ def markdown(record: dict[str, Any]) -> str:
         "# Scheduling figures",
         "",
         f"Measured {record['date']} on {machine.get('cpu_model') or 'an unnamed CPU'} ({record['device']}, "
-        f"{record['dtype']}), load average before: {record['load_average_before']:.2f}.",
+        f"{record['dtype']}), CPUs busy before: {record['busy_cpus_before']:.2f}.",
         f"sparkinfer {versions['sparkinfer']} ({record['engine_digest'][:19]}, commit {commit}), "
         f"Python {versions['python']}, torch {versions['torch']}.",
         f"Model: {record['model']['name']} ({record['model']['digest'][:19]}), {record['model']['weights']}.",
@@ -311,7 +335,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--cells", type=Path, default=Path("config/cells.yaml"))
     parser.add_argument("--scale", default="cpu")
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs for each cell (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="pairs of runs for each cell (default %(default)s)")
     parser.add_argument("--steps", type=int, default=1000, help="steps of the scheduler's benchmark")
     parser.add_argument("--busy", action="store_true", help="measure although other programs are running")
     return parser.parse_args(arguments)
@@ -324,11 +348,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "scheduler_cost": scheduler_cost, "prefix_hit": prefix_hit, "mixing": mixing, "burst": burst,
     }  # fmt: skip
     try:
-        options.load_before = os.getloadavg()[0]
-        if options.load_before > QUIET_LOAD and not options.busy:
+        options.busy_before = busy_cpus()
+        if options.busy_before > QUIET_CPUS and not options.busy:
             raise EnvironmentProblem(
-                f"the load average is {options.load_before:.1f}: figures would be those of a busy machine; wait until "
-                f"it is below {QUIET_LOAD}, or give --busy"
+                f"other programs keep {options.busy_before:.1f} CPUs busy: figures would be those of a busy machine; "
+                f"wait until it is below {QUIET_CPUS}, or give --busy"
             )
         load_config(options.model)
         figures: list[Figure] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,7 @@ def test_goals() -> None:
 def test_record_and_page(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(figures.os, "getloadavg", lambda: (0.25, 0.0, 0.0))
+    monkeypatch.setattr(figures, "busy_cpus", lambda: 0.25)
     monkeypatch.setattr(figures, "BURST_REPEATS", 1)
     monkeypatch.setattr(figures, "BURST_TOKENS", (32, 128))
     monkeypatch.setattr(figures, "BURST", 8)
@@ -50,14 +52,14 @@ def test_record_and_page(
         "schedule + commit, 64 requests"
     ]
     assert record["machine"]["cpus_online"] >= 1
-    assert record["load_average_before"] == 0.25
+    assert record["busy_cpus_before"] == 0.25
     assert record["command"] == "python eval/scheduling_figures.py " + " ".join(arguments)
     named = {figure["name"]: figure["value"] for figure in record["figures"]}
     packed, single = named["8 prompts of 128 tokens, packed"], named["8 prompts of 128 tokens, one by one"]
     assert named["8 prompts of 128 tokens, packed / one by one"] == pytest.approx(packed / single)
     assert min(named["schedule + commit, 64 requests"], named["schedule + commit, 4 requests"]) > 0
     page = (tmp_path / "figures.md").read_text()
-    assert "load average before: 0.25" in page
+    assert "CPUs busy before: 0.25" in page
     assert "| burst | 8 prompts of 128 tokens, packed |" in page
     assert "random weights" in page
     capsys.readouterr()
@@ -66,10 +68,24 @@ def test_record_and_page(
 def test_a_busy_machine_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(figures.os, "getloadavg", lambda: (4.0, 0.0, 0.0))
+    monkeypatch.setattr(figures, "busy_cpus", lambda: 1.4)
     assert figures.main([str(model), "--out", str(tmp_path), "--parts", "burst"]) == 3
-    assert "load average is 4.0" in capsys.readouterr().err
+    assert "other programs keep 1.4 CPUs busy" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_busy_cpus_are_those_of_the_sampled_time() -> None:
+    def spin() -> None:
+        while not stop.is_set():
+            pass
+
+    stop = threading.Event()
+    thread = threading.Thread(target=spin)
+    thread.start()
+    busy = figures.busy_cpus(0.5)
+    stop.set()
+    thread.join()
+    assert 0.2 < busy <= (os.cpu_count() or 1)
 
 
 def test_bad_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from sparkinfer_eval.cells import Cell, load_cells, resolve_cells
 from sparkinfer_eval.records import RawResult, Record, write_records
 from sparkinfer_eval.simulate import cli, compare
 from sparkinfer_eval.simulate.cost import Costs, Host, save
-from sparkinfer_eval.simulate.measured import fit_run, read_run
+from sparkinfer_eval.simulate.measured import fit_run, lone_requests, read_run
 from sparkinfer_eval.simulate.replay import Simulation, simulate
 from sparkinfer_eval.simulate.steps import HOST_FEATURES, PASS_FEATURES
 from sparkinfer_eval.simulate.workload import Shape, Workload, of_cell, prompt_of
@@ -174,6 +174,18 @@ def test_a_run_with_known_costs_is_predicted(run_folder: Path) -> None:
     points = compare.predict(recorded, found, seen)
     assert {point.cell for point in points if not point.fitted} == {"chat-c4", "chat-c16", "poisson-r1"}
     assert all(abs(point.error) < 0.03 for point in points), [(p.cell, p.metric, p.error) for p in points]
+
+
+def test_costs_around_the_engine_come_from_requests_that_were_alone(run_folder: Path) -> None:
+    """Under load an arrival waits for the server, even where the engine paused before it: such requests do not count."""
+    cells = {one.cell.id: one for one in read_run(run_folder).cells}
+    assert len(lone_requests(cells["chat-c1"])) == len(cells["chat-c1"].records)
+    assert lone_requests(cells["chat-c32"]) == []
+    alone = lone_requests(cells["poisson-r1"])
+    assert 0 < len(alone) < len(cells["poisson-r1"].records)
+    for record, _, _ in alone:
+        others = [r for r in cells["poisson-r1"].records if r is not record]
+        assert not any(r.start_ns < record.first_token_ns and r.end_ns > record.start_ns for r in others)
 
 
 def test_a_wrong_model_is_outside_the_band(run_folder: Path) -> None:

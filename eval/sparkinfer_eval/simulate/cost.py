@@ -85,13 +85,15 @@ def fit_linear(
 class Host:
     """Costs outside the engine, in seconds, as measured between load generator and engine.
 
-    `ingest`: from a request's start to its arrival in the idle engine. `front`: least time between the arrivals of
-    two requests (the server reads and tokenises one after the other). `egress`: from the end of a pass to the token's
-    arrival at the client. `issue`: between the first requests of a closed loop; `think`: from an answer's end to the
-    next request of that loop; `spacing`: least time between two such requests, since answers end together.
+    `ingest`: from a request's start to its arrival in the idle engine, and `ingest_token` for each prompt token.
+    `front`: least time between the arrivals of two requests (the server reads and tokenises one after the other).
+    `egress`: from the end of a pass to the token's arrival at the client. `issue`: between the first requests of a
+    closed loop; `think`: from an answer's end to the next request of that loop; `spacing`: least time between two such
+    requests, since answers end together.
     """
 
     ingest: float = 0.0
+    ingest_token: float = 0.0
     front: float = 0.0
     egress: float = 0.0
     issue: float = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from sparkinfer.errors import ConfigError
 from .. import metrics
 from ..cells import Cell, cell_from_definition
 from ..records import Record, read_records, read_result
-from .cost import Costs, Host, fit
+from .cost import Costs, Host, fit, fit_linear
 from .steps import Step, Trace, read_trace
 
-IDLE_S = 0.002
-"""An engine that has finished its last step for longer than this was idle."""
 FEWEST_LONE = 3
+LATER_NS = 1 << 63
 TOGETHER_S = 0.001
 """Answers that end within this time end with the same step."""
 FIT_CELLS = ("*-c1", "*-c32")
@@ -127,29 +125,50 @@ def _issue(one: CellRun) -> float | None:
 
 
 def lone_requests(one: CellRun) -> list[tuple[Record, float, Step]]:
-    """(record, arrival in the engine, step of its first chunk) of the requests that found the engine idle.
+    """(record, arrival in the engine, step of its first chunk) of the requests that had server and engine to themselves
+    from their start to their first token.
 
-    A busy engine reads its messages between two steps, so that an arrival there says nothing of the way to it. Records
-    and arrivals are matched by order.
+    A busy engine reads its messages between two steps, so that an arrival there says nothing of the way to it. Whether
+    it was busy the records say: a pause between two steps may as well be one in which the engine waited for a CPU.
+    Records and arrivals are matched by order.
     """
     begun = arrivals(one.steps)
     if len(begun) != len(one.records):
         return []
-    ends = [step.end_s for step in one.steps]
     found = []
-    for record, (arrival, step) in zip(one.records, begun, strict=True):
-        before = bisect.bisect_left(ends, arrival)
-        if before == 0 or arrival - ends[before - 1] > IDLE_S:
+    others_end = 0
+    starts = [*(record.start_ns for record in one.records[1:]), LATER_NS]
+    for record, following, (arrival, step) in zip(one.records, starts, begun, strict=True):
+        first = record.first_token_ns
+        if first is not None and others_end <= record.start_ns and following >= first:
             found.append((record, arrival, step))
+        others_end = max(others_end, record.end_ns)
     return found
 
 
+def _ingest(lone: Sequence[tuple[Record, float, Step]]) -> tuple[float, float]:
+    """Seconds from a request's start to its arrival in the engine: a constant, and per prompt token.
+
+    From the medians of requests of like length, so that one slow start counts for one.
+    """
+    by_length: dict[int, list[tuple[int, float]]] = {}
+    for record, arrival, _ in lone:
+        tokens = record.prompt_tokens or 0
+        by_length.setdefault(tokens.bit_length(), []).append((tokens, arrival - record.start_ns / 1e9))
+    rows = [[1.0, statistics.fmean(tokens for tokens, _ in some)] for some in by_length.values()]
+    seconds = [max(0.0, statistics.median(time for _, time in some)) for some in by_length.values()]
+    if len(rows) < 2:
+        return seconds[0], 0.0
+    constant, per_token = fit_linear(rows, seconds)
+    return constant, per_token
+
+
 def measure_host(cells: Sequence[CellRun]) -> Host:
-    """The costs around the engine, from requests that found it idle and from the loops' beginnings.
+    """The costs around the engine, from requests that had it to themselves and from the loops' beginnings.
 
     Raises ConfigError when hardly any did: a cell of concurrency 1, or one of few arrivals, has them.
     """
-    ingest, egress = [], []
+    lone: list[tuple[Record, float, Step]] = []
     think: list[float] = []
     spacing: list[float] = []
     for one in cells:
@@ -157,19 +176,23 @@ def measure_host(cells: Sequence[CellRun]) -> Host:
             alone, together = _turns(one)
             think += alone
             spacing += together
-        for record, arrival, step in lone_requests(one):
-            ingest.append(arrival - record.start_ns / 1e9)
-            if record.first_token_ns is not None and len(step.line["p"]) == 1:
-                egress.append(record.first_token_ns / 1e9 - step.end_s)
-    if len(ingest) < FEWEST_LONE or not egress:
+        lone += lone_requests(one)
+    egress = [
+        record.first_token_ns / 1e9 - step.end_s
+        for record, _, step in lone
+        if record.first_token_ns is not None and step.line["n"] and len(step.line["p"]) == 1
+    ]
+    if len(lone) < FEWEST_LONE or not egress:
         raise ConfigError(
-            "hardly any request of the cells to fit from found the engine idle: add a cell of concurrency 1, for the "
-            "costs around the engine"
+            "hardly any request of the cells to fit from had the engine to itself: add a cell of concurrency 1, for "
+            "the costs around the engine"
         )
+    ingest, ingest_token = _ingest(lone)
     issues = [seconds for one in cells if (seconds := _issue(one)) is not None]
     issue = statistics.median(issues) if issues else 0.0
     return Host(
-        ingest=max(0.0, statistics.median(ingest)),
+        ingest=ingest,
+        ingest_token=ingest_token,
         front=issue,
         egress=max(0.0, statistics.median(egress)),
         issue=issue,

@@ -89,7 +89,8 @@ class Simulation:
         number, self._next = self._next, self._next + 1
         self._clients[number] = _Client(number, start_s)
         host = self._costs.host
-        arrival = max(start_s + host.ingest, self._front_free_s + host.front)
+        ingest = host.ingest + host.ingest_token * self._workload.shapes[number].prompt_tokens
+        arrival = max(start_s + ingest, self._front_free_s + host.front)
         self._front_free_s = arrival
         heapq.heappush(self._arrivals, (arrival, number))
 
