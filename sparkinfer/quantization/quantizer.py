@@ -58,8 +58,8 @@ FLOATS = ("F32", "F16", "BF16")
 ELEMENTS = 1 << 22
 """Weights that are quantised at once."""
 
-FLOOR = 0.01
-"""Least importance of a column, as a share of the mean."""
+FLOOR = 1.0
+"""Added to every column's importance, as a share of the mean: rare inputs are not in the text, yet they come."""
 
 Progress = Callable[[str, int, int], None]
 """Told (what is being done, units done, units in all)."""
@@ -323,7 +323,6 @@ class Quantizer:
             if scales is None:
                 return fp8.quantise(weight)
             seen = self._statistics[matrix.module].mean_square
-            # Columns that the text left at zero still count for something.
             importance = seen + FLOOR * seen.mean()
             return nvfp4.quantise(weight, *scales, importance=importance, search=self.options.search)
         except ValueError as error:

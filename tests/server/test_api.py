@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_server import SIZE, Running
 
 import sparkinfer
-from sparkinfer.identity import engine_digest, model_digest
+from sparkinfer.identity import engine_digest, file_sha256, model_digest
 from sparkinfer.server.tokenizer import ServerTokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say something, größe 你好."}]
@@ -290,6 +290,7 @@ def test_information(server: Running, model_dir: Any) -> None:
     assert info["version"] == sparkinfer.__version__
     assert info["engine_digest"] == engine_digest()
     assert info["model_digest"] == model_digest(model_dir)
+    assert info["model_files"]["config.json"] == file_sha256(model_dir / "config.json")
     assert info["limits"]["max_model_len"] == SIZE.max_positions
     assert info["limits"]["max_num_seqs"] == info["settings"]["SPARKINFER_MAX_NUM_SEQS"] == 8
     assert info["engine"]["memory"]["kv_bytes"] == 16 << 20
