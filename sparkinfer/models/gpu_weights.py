@@ -42,8 +42,10 @@ class Rows:
 class Projection:
     """One or more weights that read the same rows; their outputs lie side by side."""
 
-    def __init__(self, owner: GpuWeights, weights: Sequence[Any]) -> None:
+    def __init__(self, owner: GpuWeights, weights: Sequence[Any], wide: Sequence[Any] = ()) -> None:
+        """`wide`: the weights that passes of many rows multiply with, where they are others."""
         self.owner, self.ops, self.weights = owner, owner.ops, list(weights)
+        self.wide = list(wide or weights)
         self.dtype, self.device = owner.dtype, owner.device
         self.n = sum(weight.shape[0] for weight in weights)
         self.k = self.weights[0].shape[1]
@@ -72,12 +74,13 @@ class Projection:
 
     def __call__(self, rows: Rows, out: torch.Tensor | None = None) -> torch.Tensor:
         """[T, K] to [T, N] bf16, into `out` when given."""
-        if len(self.weights) == 1:
-            return self._product(rows, self.weights[0], out)
+        weights = self.weights if rows.count <= self.ops.skinny_rows else self.wide
+        if len(weights) == 1:
+            return self._product(rows, weights[0], out)
         if out is None:
             out = torch.empty(rows.count, self.n, dtype=self.dtype, device=self.device)
         first = 0
-        for weight in self.weights:
+        for weight in weights:
             self._product(rows, weight, out[:, first : first + weight.shape[0]])
             first += weight.shape[0]
         return out
@@ -108,7 +111,8 @@ class GateUp:
         """[T, K] to `out` [T, N / 2]: in each of the forms that it has."""
         projection = self.projection
         ops, owner = projection.ops, projection.owner
-        if self.fused is None or (out.fp8 is not None and out.bf16 is not None):
+        many = rows.count > ops.skinny_rows and projection.wide[0] is not self.fused
+        if self.fused is None or many or (out.fp8 is not None and out.bf16 is not None):
             ops.swiglu(projection(rows), out.bf16, out.fp8)
             return
         x = rows.bf16 if rows.bf16 is not None else owner.ghost[: projection.k].expand(rows.count, -1)
@@ -128,9 +132,10 @@ class GpuWeights:
         *,
         fp8_prefill: bool,
         fp8_kv: bool,
+        bf16_copy: bool = False,
     ) -> None:
         self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
-        self.fp8_prefill, self.fp8_kv = fp8_prefill, fp8_kv
+        self.fp8_prefill, self.fp8_kv, self.bf16_copy = fp8_prefill, fp8_kv, bf16_copy
         self.ghost = torch.empty(0, dtype=dtype, device=device)
         """Stands for an input that exists in FP8 alone."""
         self.workspace: Any = None
@@ -187,17 +192,24 @@ class GpuWeights:
             else:
                 runs.append([part])
         weights = [self._prepare(run) for run in runs]
-        self._prepared += weights
-        return Projection(self, weights)
+        wide = self._wide(parts) if any(isinstance(part, Nvfp4Parts) for part in parts) else []
+        self._prepared += weights + wide
+        return Projection(self, weights, wide)
+
+    def _wide(self, parts: Sequence[Parts]) -> list[Any]:
+        """All parts in bf16 as one weight, where there is memory for it: nothing is left to expand in a large pass."""
+        if not self.bf16_copy:
+            return []
+        return [self.ops.prepare_bf16([p if isinstance(p, torch.Tensor) else p.dequantise(self.dtype) for p in parts])]
 
     def gate_up(self, gate: tuple[str, int], up: tuple[str, int], columns: int) -> GateUp:
         """The two input projections of a SwiGLU block."""
         parts = [self.parts(name, rows, columns) for name, rows in (gate, up)]
         if not all(isinstance(part, Nvfp4Parts) for part in parts) or gate[1] % 8:
             return GateUp(self.prepared(parts), None)
-        weight = self.ops.prepare_nvfp4(parts, gate_up=True, fp8=self.fp8_prefill)
-        self._prepared.append(weight)
-        return GateUp(Projection(self, [weight]), weight)
+        weight, wide = self.ops.prepare_nvfp4(parts, gate_up=True, fp8=self.fp8_prefill), self._wide(parts)
+        self._prepared += [weight, *wide]
+        return GateUp(Projection(self, [weight], wide), weight)
 
     def _prepare(self, run: list[Parts]) -> Any:
         if isinstance(run[0], Nvfp4Parts):

@@ -31,6 +31,9 @@ class GpuOptions:
     """Keys and values are kept in FP8."""
     bf16_state: bool = False
     """Recurrent states are kept in bfloat16."""
+    bf16_copy: bool = False
+    """Passes of many rows multiply with a bf16 copy of NVFP4 weights instead of expanding them each time: the same
+    numbers, for two more bytes a weight."""
 
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of the KV cache of a model of that dtype."""
@@ -234,7 +237,10 @@ class GpuModel:
         """
         self.config, self.ops, self.options, self.device, self.dtype = config, ops, options, device, dtype
         self.eps = config.rms_norm_eps
-        weights = GpuWeights(source, device, dtype, ops, fp8_prefill=options.fp8_prefill, fp8_kv=options.fp8_kv)
+        weights = GpuWeights(
+            source, device, dtype, ops, fp8_prefill=options.fp8_prefill, fp8_kv=options.fp8_kv,
+            bf16_copy=options.bf16_copy,
+        )  # fmt: skip
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = weights.get("model.embed_tokens.weight", vocab, hidden)
         tied = config.tie_word_embeddings

@@ -17,6 +17,8 @@ RING_ENTRIES = 8
 """Checkpoints that may be on their way to the host."""
 MAX_ENTRIES = 256
 """Checkpoints that one pass may save."""
+COPY_SHARE = 0.55
+"""Share of the free memory that weights and their bf16 copy may take together."""
 CHUNK_TOKENS = 64
 """Tokens of a chunk of the linear-attention scan."""
 
@@ -109,6 +111,20 @@ def gpu_budget(
         Item(f"{len(limits.shapes())} captured passes", len(limits.shapes()) * GRAPH_MB * MIB),
     )
     return GpuBudget(free, total, items)
+
+
+def copied_bytes(config: ModelConfig) -> int:
+    """Bytes of a bf16 copy of all projections but the routed experts' and the output matrix."""
+    hidden, values = config.hidden_size, config.linear_value_heads * config.linear_value_dim
+    gdn = hidden * (config.conv_channels + 2 * values)
+    attention = hidden * config.head_dim * (3 * config.num_heads + 2 * config.num_kv_heads)
+    mlp = 0 if config.num_experts else 3 * hidden * config.intermediate_size * config.num_layers
+    return 2 * (gdn * config.num_linear_layers + attention * config.num_full_layers + mlp)
+
+
+def affords_copy(config: ModelConfig, stored: int, free: int) -> bool:
+    """Whether weights of `stored` bytes and a bf16 copy leave enough of the free memory to caches and passes."""
+    return stored + copied_bytes(config) <= COPY_SHARE * free
 
 
 def refuse_large_checkpoint(name: str, weight_bytes: int, free: int, total: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from sparkinfer.models.config import ModelConfig, load_config
 from sparkinfer.models.loader import open_source
 from sparkinfer.models.qwen3_5_gpu import GpuModel, GpuOptions
 from sparkinfer.runner.gpu_check import check, read_facts
-from sparkinfer.runner.gpu_memory import refuse_large_checkpoint
+from sparkinfer.runner.gpu_memory import affords_copy, copied_bytes, refuse_large_checkpoint
 from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.gpu_sizes import PassLimits
 from sparkinfer.runner.memory import MIB, MemoryPlan
@@ -53,9 +54,13 @@ def load_gpu_model(
             f"dtype {dtype!r} (the checkpoint's is {config.dtype}): on a GPU activations are bfloat16; give "
             "--dtype bfloat16, or --device cpu"
         )
+    stored = 0
     if load_format != "dummy":
         stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         refuse_large_checkpoint(str(folder), stored, facts.free_bytes, facts.total_bytes)
+    if config.quantization is not None and not options.fp8_prefill and affords_copy(config, stored, facts.free_bytes):
+        log.info("a bf16 copy of the weights, %d MiB, serves passes of many rows", copied_bytes(config) // MIB)
+        options = replace(options, bf16_copy=True)
     started = time.monotonic()
     with torch.inference_mode():
         model = GpuModel(
