@@ -24,6 +24,8 @@ GAP = 1 << 16
 """Bytes between tensors that are read along rather than starting a new read."""
 SMALL = 32 << 10
 """Smaller tensors are copied out of the buffer they were read into, so that a norm does not keep a layer alive."""
+ALIGNMENT = 16
+"""Bytes at whose multiples kernels of a GPU want a tensor to begin."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -146,7 +148,8 @@ class StreamingReader:
         for part in ranges:
             if part.path == entry.path and part.start <= entry.start and entry.end <= part.end:
                 tensor = _typed(part.buffer[entry.start - part.start : entry.end - part.start], entry)
-                return tensor.clone() if entry.end - entry.start < SMALL else tensor
+                alone = entry.end - entry.start < SMALL or tensor.data_ptr() % ALIGNMENT
+                return tensor.clone() if alone else tensor
         raise CheckpointError(f"{entry.path}: tensor {entry.name} was not announced to the reader")
 
     def _keep(self, unit: str) -> None:

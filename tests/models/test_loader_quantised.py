@@ -302,6 +302,7 @@ def test_streamed_tensors_are_those_of_the_file(written, kind):
     for entry in [*order, order[3]]:
         one, two = streaming.read(entry), mapped.read(entry)
         assert one.dtype == two.dtype
+        assert one.data_ptr() % 16 == 0
         assert torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8))
         assert len(streaming._loading) <= 3
     streaming.close()
