@@ -3,7 +3,7 @@
     python kernels/measure_gdn.py [decode] [prefill] [parts] [sweep]
 
 SHARD=i/n compiles and times only every n-th variant of a sweep: n processes fill the compiler's cache for the one that
-times.
+times. TUNING="sm_90 candidate" takes that entry of `tuned.json` instead of the architecture's own.
 
 Prints microseconds a layer, bytes moved over that time, and for prefill the operations of the chunked form.
 """
@@ -30,7 +30,7 @@ from sparkinfer_kernels.gated_delta_rule.gpu import (
     plan_prefill,
     tuning_for,
 )
-from sparkinfer_kernels.gated_delta_rule.tuned import Launch
+from sparkinfer_kernels.gated_delta_rule.tuned import Launch, tunings
 
 MODELS = {"27B": Heads(16, 48), "35B": Heads(16, 32)}
 EPS = 1e-6
@@ -94,7 +94,7 @@ def decode_us(heads: Heads, rows: int, tuning: Tuning, dtype: torch.dtype = torc
 
 
 def measure_decode() -> None:
-    default = tuning_for(torch.device("cuda"))
+    default = chosen_tuning()
     print("decode: model rows state us TB/s")
     for name, heads in MODELS.items():
         for dtype in (torch.float32, torch.bfloat16):
@@ -103,6 +103,12 @@ def measure_decode() -> None:
                 print(
                     f"{name} {rows:3d} {str(dtype)[6:]:9s} {us:8.2f} {state_bytes(heads, rows, dtype) / us / 1e6:6.2f}"
                 )
+
+
+def chosen_tuning() -> Tuning:
+    """The entry that TUNING names, or the device's own."""
+    name = os.environ.get("TUNING")
+    return tunings()[name] if name else tuning_for(torch.device("cuda"))
 
 
 def state_bytes(heads: Heads, rows: int, dtype: torch.dtype) -> int:
@@ -117,11 +123,7 @@ def shard(variants: list[Launch]) -> list[Launch]:
 
 def sweep_decode() -> None:
     default = tuning_for(torch.device("cuda"))
-    variants = [
-        Launch(4, block=128), Launch(4, block=64), Launch(4, block=64, maxnreg=128), Launch(8, block=128, maxnreg=128),
-        Launch(8, block=128), Launch(8, block=64), Launch(8, block=64, maxnreg=80), Launch(2, block=64),
-        Launch(4, block=64, maxnreg=168), Launch(1, block=64),
-    ]  # fmt: skip
+    variants = [Launch(4, block=128), Launch(4, block=64), Launch(2, block=64), Launch(4, block=128, maxnreg=255)]
     heads = MODELS["27B"]
     print("sweep decode 27B: variant, us at rows 1 4 16 32 fp32, 1 32 bf16; TB/s at 32 fp32")
     for launch in shard(variants):
@@ -134,15 +136,12 @@ def sweep_decode() -> None:
 
 def sweep_prefill() -> None:
     default = tuning_for(torch.device("cuda"))
+    pipelines = ((1, 2), (2, 1), (2, 2), (3, 1))
     sweeps = {
-        "conv": [Launch(warps, block=block) for block in (8, 16, 32) for warps in (1, 2, 4)],
-        "transform": [Launch(4), Launch(4, maxnreg=168), Launch(4, maxnreg=128)],
-        "output": [
-            Launch(warps, stages, programs=n) for warps in (4, 8) for stages, n in ((1, 2), (2, 1), (2, 2), (3, 1))
-        ]
-        + [Launch(4, 1, programs=3, maxnreg=168), Launch(8, 1, programs=2, maxnreg=128)],
-        "scan": [Launch(4, stages, block) for block in (16, 32, 64) for stages in (2, 3)]
-        + [Launch(8, stages, block) for block in (32, 64, 128) for stages in (2, 3)],
+        "conv": [Launch(warps, block=block) for block in (4, 8, 16) for warps in (4, 8)],
+        "transform": [Launch(4, maxnreg=168), Launch(4, maxnreg=128)],
+        "output": [Launch(warps, stages, programs=n) for warps in (4, 8) for stages, n in pipelines],
+        "scan": [Launch(4, stages, block) for block, stages in ((32, 3), (32, 4), (64, 3), (64, 4), (64, 5), (128, 3))],
     }
     long, many, short = (Pass(MODELS["27B"], *SHAPES[shape]) for shape in ("1x8192", "8x1024", "1x1024"))
     print("sweep prefill 27B: kernel, variant, us at 1x8192 8x1024 1x1024")
@@ -239,7 +238,7 @@ SHAPES = {
 
 
 def measure_prefill(detailed: bool) -> None:
-    tuning = tuning_for(torch.device("cuda"))
+    tuning = chosen_tuning()
     print("prefill: model shape us TFLOP/s [us of each kernel]")
     for name, heads in MODELS.items():
         for shape, (lengths, tokens, sequences) in SHAPES.items():

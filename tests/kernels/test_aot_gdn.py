@@ -74,9 +74,10 @@ def constexprs(kernel: str, heads: Heads, launch: Launch) -> dict:
     return values
 
 
-def build(name: str, heads: Heads, arch: int, sass: bool = False) -> KernelBuild:
-    """The kernel as `tuned.json` launches it; `decode_many` is the decode kernel of many rows."""
-    launch: Launch = getattr(tunings()[f"sm_{arch}"], name)
+def build(name: str, heads: Heads, entry: str, sass: bool = False) -> KernelBuild:
+    """The kernel as an entry of `tuned.json` launches it; `decode_many` is the decode kernel of many rows."""
+    launch: Launch = getattr(tunings()[entry], name)
+    arch = int(entry.split()[0].removeprefix("sm_"))
     kernel = name.removesuffix("_many")
     module, arguments = KERNELS[kernel]
     names = arguments.split()
@@ -97,10 +98,11 @@ SPILL_BUDGET = {90: 0, 120: 16}
 """Bytes a thread: sm_120 has no matrix instruction that leaves its operands in shared memory."""
 
 
-@pytest.mark.parametrize("arch", sorted(SHARED_LIMIT))
-def test_kernels_compile_within_limits(arch):
+@pytest.mark.parametrize("entry", sorted(tunings()))
+def test_kernels_compile_within_limits(entry):
+    arch = int(entry.split()[0].removeprefix("sm_"))
     names = [*KERNELS, "decode_many"]
-    for used in compile_kernels([build(name, HEADS["dense"], arch, sass=True) for name in names]):
+    for used in compile_kernels([build(name, HEADS["dense"], entry, sass=True) for name in names]):
         used.check(shared=SHARED_LIMIT[arch], spills=SPILL_BUDGET[arch])
         if arch == 90 and used.build.kernel.split(":")[1] in ("transform_kernel", "scan_kernel", "output_kernel"):
             assert used.count("HGMMA") > 0, f"{used.build.kernel} does without Hopper's matrix instructions"
@@ -109,7 +111,7 @@ def test_kernels_compile_within_limits(arch):
 def test_decode_reads_the_state_in_wide_loads_once():
     """64 KiB of state over the threads of a block in 16-byte loads and stores; nothing in local memory."""
     for name in ("decode", "decode_many"):
-        plan = build(name, HEADS["moe"], 90, sass=True)
+        plan = build(name, HEADS["moe"], "sm_90 candidate", sass=True)
         (used,) = compile_kernels([plan])
         tile = 128 * 128 * 4 // (16 * 32 * plan.num_warps)
         assert tile <= used.count("LDG.E.128") <= tile + 16

@@ -246,9 +246,24 @@ def test_every_width_of_the_scan(columns):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("architecture", ["sm_90", "sm_120"])
-def test_every_shipped_configuration(architecture):
-    prefill(make_layer(2, 6, SLOTS, 8, DEVICE), RAGGED[1], MARKS[1], tuning=tunings()[architecture])
+@pytest.mark.parametrize("entry", sorted(tunings()))
+@pytest.mark.parametrize(("hk", "hv"), [(2, 6), (16, 48), (16, 32)])
+def test_every_entry_of_the_tuning_table(entry, hk, hv):
+    """Prefill, and decoding of few rows and of many, as each entry launches them."""
+    tuning = tunings()[entry]
+    prefill(make_layer(hk, hv, SLOTS, 8, DEVICE), RAGGED[1], MARKS[1], tuning=tuning)
+    layer, workspace = make_layer(hk, hv, 20, 9, DEVICE), make_decode_workspace(16, hk, DEVICE)
+    for slots in ([4, 2, 19], [*range(16)]):
+        proj = make_proj(layer, len(slots), 10 + len(slots))
+        windows, states = layer.window.clone(), layer.state.clone()
+        out = gdn_decode(
+            proj, layer.window, layer.state, ints(slots), *layer.weights(), EPS, workspace=workspace, tuning=tuning
+        )
+        for row, slot in enumerate(slots[:-1]):
+            values, after, window = run(layer, proj[row : row + 1], windows[slot], states[slot])
+            assert relative(out[row], values[0]) < 4e-3
+            assert relative(layer.state[slot], after[-1]) < 1e-6
+            assert torch.equal(layer.window[slot], window[-1].bfloat16())
 
 
 class RaggedStep:

@@ -1,4 +1,8 @@
-"""Launch parameters of the kernels, by architecture: read from `tuned.json`, which holds what was measured."""
+"""Launch parameters of the kernels, by architecture: read from `tuned.json`, which holds what was measured.
+
+An entry of an architecture has been compared with the reference and timed on it ("sm_120": only compiled for it). A
+"candidate" was timed and is to replace it once `tests/kernels/test_gdn_gpu.py`, which runs every entry, passes there.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ class Tuning:
 
 @cache
 def tunings() -> dict[str, Tuning]:
-    """By architecture, e.g. "sm_90"."""
+    """By architecture, e.g. "sm_90", and candidates, e.g. "sm_90 candidate", which nothing picks by itself."""
     table: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("tuned.json").read_text())
     return {arch: _tuning(**entries) for arch, entries in table.items()}
 
