@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 import sparkinfer
@@ -68,7 +69,7 @@ def profile_steps(name: str, run: Callable[[], object], steps: int, gpu: bool, t
         recorded.export_chrome_trace(str(trace))
     events = recorded.key_averages()
     if gpu:
-        events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        events = [event for event in events if event.device_type == DeviceType.CUDA]
     total = sum(_own_time(event, gpu) for event in events)
     rows = [
         KernelRow(event.key, event.count / steps, _own_time(event, gpu) / 1e3 / steps, _own_time(event, gpu) / total)

@@ -15,9 +15,7 @@ from sparkinfer.runner.open_runner import load_gpu_model
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.settings import Settings
 
-PACK_MAX_PROMPTS: int = next(
-    field.default for field in SchedulerConfig.__dataclass_fields__.values() if field.name == "pack_max_prompts"
-)
+PACK_MAX_PROMPTS = SchedulerConfig(max_num_seqs=1, num_kv_blocks=1, max_model_len=2).pack_max_prompts
 
 
 def gpu_options(settings: Settings) -> GpuOptions:

@@ -48,9 +48,11 @@ def quick_cell(host: Host, run: str, server: Running, cell: Cell, rep: int, seed
     if not (out / "result.json").exists():
         model = host.model(server.model)
         vocab = int(json.loads((model / "config.json").read_text("utf-8"))["vocab_size"])
-        sizes = cell.prompt_tokens, cell.output_tokens, vocab, seed
-        warm = token_load.jobs(cell.id, "warmup", cell.concurrency, cell.prompt_tokens, WARM_TOKENS, vocab, seed)
-        waves = [warm, token_load.jobs(cell.id, "profiling", cell.requests, *sizes)]
+        assert cell.concurrency is not None
+        assert cell.output_tokens is not None
+        prompt, answer = cell.prompt_tokens, cell.output_tokens
+        warm = token_load.jobs(cell.id, "warmup", cell.concurrency, prompt, WARM_TOKENS, vocab, seed)
+        waves = [warm, token_load.jobs(cell.id, "profiling", cell.requests, prompt, answer, vocab, seed)]
         started = dt.datetime.now(dt.UTC)
         records = token_load.run(server.url, "m", waves, cell.concurrency, cell.request_timeout_s)
         prompts = hashlib.sha256("".join(r.prompt_sha256 for r in sorted(records, key=lambda r: r.request_id)).encode())
