@@ -93,6 +93,7 @@ def wait_until_ready(container: Container | Daemon, port: int, log: Path) -> Non
 def ask(unpacked: Path, model: Path, log: Path, timings: Timings) -> dict[str, Any]:
     """Run the unpacked image on a model folder and ask for a chat completion; returns the server's /v1/info."""
     digest, port = (unpacked / "digest").read_text(encoding="ascii"), free_port()
+    model = model.resolve()  # the folder may be a link, which leads nowhere in the container
     environment = {
         "SPARKINFER_MODEL": f"/models/{model.name}",
         "SPARKINFER_HOST": "127.0.0.1",
