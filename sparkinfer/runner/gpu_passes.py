@@ -95,6 +95,7 @@ class Passes:
             attention = self.model.ops.make_attention_workspace(
                 shape.decode, shape.tokens, shape.sequences, config.num_heads, config.num_kv_heads, config.head_dim,
                 self.model.device, fp8_cache=self.model.options.fp8_kv,
+                independent=self.builder.limits.deterministic,
             )  # fmt: skip
         return PassInputs(
             num_decode=shape.decode,

@@ -57,7 +57,7 @@ def prefill(arch, model, fp8):
 
 def plans(arch):
     ints = dict.fromkeys(("positions_ptr", "items_ptr", "pieces_ptr"), "*i32") | {"n": "i32", "max_items": "i32"}
-    sizes = {"ROWS": 32, "ITEMS": 128, "MIN_PIECE": MIN_PIECE, "MAX_PIECES": MAX_PIECES}
+    sizes = {"ROWS": 32, "ITEMS": 128, "MIN_PIECE": MIN_PIECE, "MAX_PIECES": MAX_PIECES, "PIECE": 0}
     yield KernelBuild(FOLDER + "plan_kernel:plan_decode_kernel", ints, sizes, arch, 8)
     signature = dict.fromkeys(("gate_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32")
     signature |= {"pieces_ptr": "*i32", "gate_stride": "i32"}

@@ -113,6 +113,20 @@ def test_plan_covers_every_token_once():
             assert work.decode_pieces[row, 1].item() == len(pieces) <= 32
 
 
+def test_independent_rows_are_cut_by_their_own_length():
+    cuts = {}
+    for lengths in ([700, 1, 8000, 256, 9999], [700, 900, 8000, 256, 1], [700] * 5):
+        work = attention.make_workspace(5, 0, 0, 2, 1, D, DEVICE, independent=True)
+        attention.plan(work, torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1)
+        items = [item for item in work.decode_items.tolist() if item[0] >= 0]
+        assert sum(end - begin for _, begin, end, _ in items) == sum(lengths)
+        for row, length in enumerate(lengths):
+            mine = [(begin, end) for owner, begin, end, _ in items if owner == row]
+            assert cuts.setdefault(length, mine) == mine
+    assert len(cuts[700]) == 3
+    assert len(cuts[9999]) <= 32
+
+
 def test_plan_may_be_reused_for_shorter_steps():
     work = attention.make_workspace(4, 64, 2, 2, 1, D, DEVICE, prefill_config=TileConfig(16, 4, 2, rows=16))
     both = torch.tensor([900, 900, 900, 900], dtype=torch.int32, device=DEVICE), torch.tensor([0, 40, 64])

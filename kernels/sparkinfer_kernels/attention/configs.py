@@ -33,6 +33,8 @@ PREFILL: dict[int, TileConfig] = {
 }
 MIN_PIECE = 64
 """Fewest tokens worth a piece of their own in split decode."""
+FIXED_PIECE = 256
+"""Tokens of a piece where rows must not depend on each other."""
 MAX_PIECES = 32
 """Most pieces of one row: what the combine holds in registers."""
 

@@ -15,7 +15,16 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparkinfer_kernels.attention.configs import DECODE, DECODE_FP8, MAX_PIECES, MIN_PIECE, PREFILL, TileConfig, nearest
+from sparkinfer_kernels.attention.configs import (
+    DECODE,
+    DECODE_FP8,
+    FIXED_PIECE,
+    MAX_PIECES,
+    MIN_PIECE,
+    PREFILL,
+    TileConfig,
+    nearest,
+)
 from sparkinfer_kernels.attention.decode_kernel import attention_decode_kernel, combine_kernel
 from sparkinfer_kernels.attention.plan_kernel import plan_decode_kernel, plan_prefill_kernel
 from sparkinfer_kernels.attention.prefill_kernel import attention_prefill_kernel, gate_kernel
@@ -36,6 +45,8 @@ class AttentionWorkspace:
     heads: int
     kv_heads: int
     head_dim: int
+    fixed_piece: int
+    """Tokens of a piece of every row, 0 where the step's total decides."""
     decode_config: TileConfig
     prefill_config: TileConfig
     decode_items: torch.Tensor
@@ -61,6 +72,7 @@ def make_workspace(
     decode_config: TileConfig | None = None,
     prefill_config: TileConfig | None = None,
     fp8_cache: bool = False,
+    independent: bool = False,
 ) -> AttentionWorkspace:
     """Allocate the buffers of one step shape.
 
@@ -72,6 +84,8 @@ def make_workspace(
         device: the GPU (or the CPU under Triton's interpreter).
         decode_config, prefill_config: tile sizes; the shipped ones of the device's architecture when None.
         fp8_cache: whether the shipped ones are to be those for an FP8 cache.
+        independent: cut each decode row by its own length only, so that its result is bit for bit the same whatever
+            its neighbours are. Otherwise the cut balances the step, and rounding depends on it.
 
     Raises:
         ValueError: heads that the kernels do not serve.
@@ -89,6 +103,8 @@ def make_workspace(
     # One wave of programs where the rows allow it; half a row more each where they alone fill the GPU, so that
     # one long context among many short ones is still cut.
     items = max(processors * decode_config.programs // kv_heads, max_decode_rows * 3 // 2) if max_decode_rows else 0
+    if independent:
+        items = max_decode_rows * MAX_PIECES
     tiles = -(-max_prefill_tokens // prefill_config.rows) + max_sequences if max_prefill_tokens else 0
     group = heads // kv_heads
 
@@ -102,6 +118,7 @@ def make_workspace(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        fixed_piece=FIXED_PIECE if independent else 0,
         decode_config=decode_config,
         prefill_config=prefill_config,
         decode_items=ints(items, 4) - 1,
@@ -156,6 +173,7 @@ def plan(
             ITEMS=triton.next_power_of_2(items),
             MIN_PIECE=MIN_PIECE,
             MAX_PIECES=MAX_PIECES,
+            PIECE=workspace.fixed_piece,
             num_warps=8,
         )
     if cu_seqlens is not None and starts is not None:

@@ -7,6 +7,17 @@ import triton.language as tl
 
 
 @triton.jit
+def _shortest_piece(length, floor, max_items, MIN_PIECE: tl.constexpr):
+    """The shortest candidate length with which all rows together have at most `max_items` pieces."""
+    base = (tl.sum(length) + max_items - 1) // max_items
+    factor = tl.arange(0, 32)
+    piece = tl.maximum((base * (8 + factor) + 7) // 8, MIN_PIECE)
+    each = tl.maximum(piece[:, None], floor[None, :])
+    count = tl.sum((length[None, :] + each - 1) // each, axis=1)
+    return tl.maximum(tl.min(tl.where(count <= max_items, piece, tl.max(length))), 1)
+
+
+@triton.jit
 def plan_decode_kernel(
     positions_ptr,
     items_ptr,
@@ -17,22 +28,21 @@ def plan_decode_kernel(
     ITEMS: tl.constexpr,
     MIN_PIECE: tl.constexpr,
     MAX_PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """Cut all rows' contexts into at most `max_items` (at least n) pieces of nearly equal length.
 
     Candidates of the piece length grow by eighths of total / max_items; the shortest one that fits wins, and each row
-    then spreads its tokens evenly over its pieces, in whole blocks of 16.
+    then spreads its tokens evenly over its pieces, in whole blocks of 16. PIECE > 0 fixes the piece length instead: a
+    row is then cut by its own length only.
     """
     row = tl.arange(0, ROWS)
     length = tl.load(positions_ptr + row, mask=row < n, other=-1) + 1
-    base = (tl.sum(length) + max_items - 1) // max_items
-    factor = tl.arange(0, 32)
-    piece = tl.maximum((base * (8 + factor) + 7) // 8, MIN_PIECE)
     floor = (length + MAX_PIECES - 1) // MAX_PIECES
-    each = tl.maximum(piece[:, None], floor[None, :])
-    count = tl.sum((length[None, :] + each - 1) // each, axis=1)
-    longest = tl.max(length)
-    chosen = tl.maximum(tl.min(tl.where(count <= max_items, piece, longest)), 1)
+    if PIECE:  # noqa: SIM108 - decided at compilation
+        chosen = PIECE
+    else:
+        chosen = _shortest_piece(length, floor, max_items, MIN_PIECE)
     pieces = (length + tl.maximum(chosen, floor) - 1) // tl.maximum(tl.maximum(chosen, floor), 1)
     share = (length + tl.maximum(pieces, 1) - 1) // tl.maximum(pieces, 1)
     share = tl.maximum((share + 15) // 16 * 16, 16)
