@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from sparkinfer.models.config import ModelConfig
-from sparkinfer.models.gpu_weights import GpuWeights, Projection, Rows
+from sparkinfer.models.gpu_weights import GpuWeights, Parts, Projection, Rows
+from sparkinfer.quantization import nvfp4
+from sparkinfer.quantization.nvfp4 import Nvfp4Parts
 
 if TYPE_CHECKING:
     from sparkinfer.models.qwen3_5_gpu import PassInputs
@@ -38,14 +41,14 @@ class MoeMlp:
         if weights.source.has(f"{prefix}gate_up_proj"):
             gate_up = weights.get(f"{prefix}gate_up_proj", count, 2 * inner, hidden)
             return gate_up, weights.get(f"{prefix}down_proj", count, hidden, inner)
-        gate_up = torch.empty(count, 2 * inner, hidden, dtype=weights.dtype, device=weights.device)
-        down = torch.empty(count, hidden, inner, dtype=weights.dtype, device=weights.device)
-        for expert in range(count):
-            one = f"{prefix}{expert}."
-            gate_up[expert, :inner] = weights.get(f"{one}gate_proj.weight", inner, hidden)
-            gate_up[expert, inner:] = weights.get(f"{one}up_proj.weight", inner, hidden)
-            down[expert] = weights.get(f"{one}down_proj.weight", hidden, inner)
-        return gate_up, down
+        pairs = [
+            weights.parts(f"{prefix}{expert}.{name}_proj.weight", inner, hidden)
+            for expert in range(count)
+            for name in ("gate", "up")
+        ]
+        gate_up = stacked(pairs, weights.dtype).view(count, 2 * inner, hidden)
+        downs = [weights.parts(f"{prefix}{expert}.down_proj.weight", hidden, inner) for expert in range(count)]
+        return gate_up, stacked(downs, weights.dtype).view(count, hidden, inner)
 
     def __call__(self, x: Rows, inputs: PassInputs) -> torch.Tensor:
         """[T, H] to [T, H]."""
@@ -62,6 +65,17 @@ class InputRows:
     def empty_rows(self, count: int) -> Rows:
         """As `Projection.empty_rows`."""
         return Rows(torch.empty(count, self._hidden, dtype=self._dtype, device=self._device), None)
+
+
+def stacked(parts: Sequence[Parts], dtype: torch.dtype) -> torch.Tensor:
+    """Matrices of one shape below each other, [sum of N, K]; NVFP4 ones all expanded at once, rounded once."""
+    if not all(isinstance(part, Nvfp4Parts) for part in parts):
+        return torch.cat([part if isinstance(part, torch.Tensor) else part.dequantise(dtype) for part in parts])
+    quantised = [part for part in parts if isinstance(part, Nvfp4Parts)]
+    scales = torch.cat([part.scales.view(torch.uint8) for part in quantised]).view(torch.float8_e4m3fn)
+    factors = torch.stack([part.global_scale.float() for part in quantised])
+    values = nvfp4.dequantise(torch.cat([part.packed for part in quantised]), scales, torch.ones_like(factors[0]))
+    return values.mul_(factors.repeat_interleave(parts[0].shape[0]).unsqueeze(1)).to(dtype)
 
 
 Reader = Projection | InputRows

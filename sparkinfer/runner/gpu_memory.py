@@ -122,6 +122,11 @@ def copied_bytes(config: ModelConfig) -> int:
     return 2 * (gdn * config.num_linear_layers + attention * config.num_full_layers + mlp)
 
 
+def expert_bytes(config: ModelConfig) -> int:
+    """Bytes of the routed experts, which are kept in bf16 whatever the checkpoint stores."""
+    return 6 * config.hidden_size * config.moe_intermediate_size * config.num_experts * config.num_layers
+
+
 def affords_copy(config: ModelConfig, stored: int, free: int) -> bool:
     """Whether weights of `stored` bytes and a bf16 copy leave enough of the free memory to caches and passes."""
     return stored + copied_bytes(config) <= COPY_SHARE * free

@@ -14,7 +14,7 @@ from sparkinfer.models.config import ModelConfig, load_config
 from sparkinfer.models.loader import open_source
 from sparkinfer.models.qwen3_5_gpu import GpuModel, GpuOptions
 from sparkinfer.runner.gpu_check import check, read_facts
-from sparkinfer.runner.gpu_memory import affords_copy, copied_bytes, refuse_large_checkpoint
+from sparkinfer.runner.gpu_memory import affords_copy, copied_bytes, expert_bytes, refuse_large_checkpoint
 from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.gpu_sizes import PassLimits
 from sparkinfer.runner.memory import MIB, MemoryPlan
@@ -57,6 +57,8 @@ def load_gpu_model(
     stored = 0
     if load_format != "dummy":
         stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        if config.quantization is not None:
+            stored += expert_bytes(config)
         refuse_large_checkpoint(str(folder), stored, facts.free_bytes, facts.total_bytes)
     if config.quantization is not None and not options.fp8_prefill and affords_copy(config, stored, facts.free_bytes):
         log.info("a bf16 copy of the weights, %d MiB, serves passes of many rows", copied_bytes(config) // MIB)

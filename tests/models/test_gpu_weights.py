@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparkinfer.models.gpu_moe import stacked
 from sparkinfer.models.gpu_weights import GpuWeights, Rows, aligned
 from sparkinfer.quantization import nvfp4
 
@@ -72,6 +73,15 @@ def test_a_format_is_stacked_only_with_its_like() -> None:
     projection = make(False).projection([("a", 8), ("b", 8)], K)
     assert [type(weight) for weight in projection.weights] == [Plain]
     assert projection.n == 16
+
+
+def test_experts_expanded_at_once_equal_each_alone() -> None:
+    generator = torch.Generator().manual_seed(3)
+    parts = [nvfp4.quantise(torch.randn(24, K, generator=generator) * scale) for scale in (0.1, 1.0, 7.0)]
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(stacked(parts, dtype), torch.cat([part.dequantise(dtype) for part in parts]))
+    plain = [torch.randn(4, K, generator=generator) for _ in range(2)]
+    assert torch.equal(stacked(plain, torch.float32), torch.cat(plain))
 
 
 def test_weights_that_begin_anywhere_are_moved() -> None:
