@@ -1,4 +1,4 @@
-"""Functions that check and time the attention and row kernels on a GPU.
+"""Check and time the attention and row kernels on a GPU: `python kernels/measure_attention.py [PART ...]`.
 
 Every line shows a shape, the error against fp64 or fp32 torch, the median time of a graph replay and the rate reached.
 Layers rotate through caches larger than the second-level cache, so that KV comes from memory.
@@ -292,3 +292,34 @@ def rotary_rows(model: str, count: int, heads: int, kv_heads: int) -> None:
         f"rotary {model} {count}: errors {errors[0]:.1e} {errors[1]:.1e}, {us:.1f} us {size / us / 1e6:.2f} TB/s",
         flush=True,
     )
+
+
+RAGGED = [1, 2, 15, 16, 17, 100, 300, 1000, 5000, 1, 1, 64]
+SWEEP = [TileConfig(64, 8, 3), TileConfig(64, 4, 3, programs=1), TileConfig(32, 4, 3), TileConfig(64, 8, 3, programs=1)]
+
+
+def main(parts: list[str]) -> None:
+    """Run the named parts: decode, sweep (tile sizes of decode), prefill, rows; without names decode, prefill, rows."""
+    grid = [(1, 1200), (1, 8192), (4, 1200), (16, 1200), (32, 1200), (32, 8192)]
+    for part in parts or ["decode", "prefill", "rows"]:
+        for model, hidden, inner in (("27B", 5120, 17408), ("35B", 2048, 512)):
+            if part == "decode":
+                decode(model, RAGGED, 4)
+                decode(model, RAGGED, 4, dtype=torch.float8_e4m3fn)
+            if part in ("decode", "sweep"):
+                for n, length in grid:
+                    for config in SWEEP if part == "sweep" else [None]:
+                        decode(model, [length] * n, max(2, min(16, 32 // n)), config)
+            if part == "prefill":
+                prefill(model, [(0, 17), (15, 1), (16, 100), (0, 0), (33, 16), (1000, 2), (0, 1000)], padding=9)
+                for spans in ([(0, 1024)], [(0, 8192)], [(4096, 2048)], [(0, 1024)] * 8):
+                    prefill(model, spans)
+                fresh(model, 1024, 16)
+                fresh(model, 8192, 16)
+            if part == "rows":
+                for count in (1, 32, 1024, 8192):
+                    rows(model, hidden, inner, count)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Functions that check and time the sampler on a GPU against the plain torch reference."""
+"""Check and time the sampler on a GPU against the plain torch reference: `python kernels/measure_sampler.py`."""
 
 from __future__ import annotations
 
@@ -64,3 +64,9 @@ def check_and_time(m: int, vocab: int, dtype: torch.dtype, sharpness: float) -> 
     print(
         f"logprobs 20: errors {errors}, ranks equal {torch.equal(got[1].long(), expected[1])}, {us:.1f} us", flush=True
     )
+
+
+if __name__ == "__main__":
+    check_and_time(32, 248320, torch.float32, 2.0)
+    check_and_time(32, 248320, torch.bfloat16, 4.0)
+    check_and_time(1, 248320, torch.bfloat16, 2.0)
