@@ -13,7 +13,10 @@ from sparkinfer.scheduling.types import StepPlan
 
 from .conftest import Driver
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 COUNTS = {"max_num_seqs": 6, "num_kv_blocks": 300, "max_model_len": 1024, "num_snapshots": 4}
 LIMITS = PassLimits(6, 1024, 512, 4, 6)
