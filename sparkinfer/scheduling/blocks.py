@@ -45,12 +45,6 @@ class BlockPool:
             self.refs[block] = 1
         return taken
 
-    def take(self) -> int:
-        """One block with one reference. Raises IndexError when none is free: callers check first."""
-        block = self._free.pop()
-        self.refs[block] = 1
-        return block
-
     def share(self, blocks: Iterable[int]) -> None:
         """One more holder of each. Raises ValueError on a free block."""
         refs = self.refs

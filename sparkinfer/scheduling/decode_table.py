@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS
+
 if TYPE_CHECKING:
     from sparkinfer.scheduling.sequence import Sequence
 
@@ -23,6 +25,12 @@ class DecodeTable:
         """The next position to compute: `Request.num_computed`."""
         self.due = np.zeros(num_slots, dtype=np.int64)
         """The next start position at which a block, a checkpoint or the end is due."""
+        self.room = np.zeros(num_slots, dtype=np.int64)
+        """Positions that the request's blocks hold."""
+        self.last = np.full(num_slots, -1, dtype=np.int64)
+        """The last position to compute; -1 until the planner has looked at the request once."""
+        self.checkpoint_at = np.zeros(num_slots, dtype=np.int64)
+        """The position whose row saves the next checkpoint."""
         self.prompt_len = np.zeros(num_slots, dtype=np.int64)
         self.flying = np.zeros(num_slots, dtype=np.int64)
         """Rows with a token in plans that are not committed: `Request.num_in_flight_outputs`."""
@@ -35,6 +43,7 @@ class DecodeTable:
         self.sequences = np.full(num_slots, None, dtype=object)
         self.requests = np.full(num_slots, None, dtype=object)
         self.blocks = np.full(num_slots, None, dtype=object)
+        self.outputs = np.full(num_slots, None, dtype=object)
         self.num_active = 0
 
     def join(self, sequence: Sequence) -> None:
@@ -44,10 +53,12 @@ class DecodeTable:
         self.start[slot] = request.num_computed
         self.flying[slot] = request.num_in_flight_outputs
         self.due[slot] = 0
+        self.last[slot] = -1
         self.prompt_len[slot] = sequence.prompt_len
         self.attention[slot] = False
         self.changed[slot] = True
-        self.sequences[slot], self.requests[slot], self.blocks[slot] = sequence, request, request.blocks
+        self.sequences[slot], self.requests[slot] = sequence, request
+        self.blocks[slot], self.outputs[slot] = request.blocks, request.output
         request._table = self
         if request.num_computed < sequence.end_computed:
             self.active[slot] = True
@@ -76,7 +87,23 @@ class DecodeTable:
         computed, outputs = request.num_computed, request.num_in_flight_outputs
         request._table = None
         request.num_computed, request.num_in_flight_outputs = computed, outputs
-        self.sequences[slot] = self.requests[slot] = self.blocks[slot] = None
+        self.sequences[slot] = self.requests[slot] = self.blocks[slot] = self.outputs[slot] = None
+
+    def looked_at(self, slots: list[int], room: list[int], last: list[int], checkpoint_at: list[int]) -> None:
+        """What the planner found when it looked at the requests of some slots."""
+        self.room[slots], self.last[slots], self.checkpoint_at[slots] = room, last, checkpoint_at
+        self._set_due(slots)
+
+    def grow(self, slots: np.ndarray, blocks: list[int]) -> None:
+        """One more block for each of the requests of some slots."""
+        for own, block in zip(self.blocks[slots].tolist(), blocks, strict=True):
+            own.append(block)
+        self.room[slots] += KV_BLOCK_TOKENS
+        self.changed[slots] = True
+        self._set_due(slots)
+
+    def _set_due(self, slots: np.ndarray | list[int]) -> None:
+        self.due[slots] = np.minimum(np.minimum(self.room[slots], self.last[slots]), self.checkpoint_at[slots])
 
     def blocks_replaced(self, sequence: Sequence) -> None:
         """The sequence's request may have another block list."""

@@ -179,6 +179,9 @@ def _check_table(scheduler: Scheduler, sequences: list[Sequence]) -> None:
         request = sequence.request
         mine = table.sequences[slot] is sequence and table.requests[slot] is request
         _require(mine and table.blocks[slot] is request.blocks, "the decode table shows another request")
+        _require(table.outputs[slot] is request.output, "the decode table shows another request's output")
+        room = len(request.blocks) * KV_BLOCK_TOKENS
+        _require(table.last[slot] < 0 or table.room[slot] == room, "the decode table shows another number of blocks")
         ready = sequence.phase is Phase.DECODE and not sequence.preempting
         ready = ready and request.num_computed < sequence.end_computed
         _require(bool(table.active[slot]) == ready, "a request that can generate rests, or the other way round")

@@ -78,6 +78,7 @@ class Planner:
             output_indices=starts + 1 - table.prompt_len[slots],
             pending=flying > 0,
             requests=table.requests[slots].tolist(),
+            outputs=table.outputs[slots].tolist(),
             blocks=table.blocks[slots].tolist(),
             checkpoints={int(np.searchsorted(slots, slot)): saved for slot, saved in checkpoints.items()},
             changed=np.flatnonzero(table.changed[slots]).tolist(),
@@ -91,26 +92,29 @@ class Planner:
 
         `checkpoints` is filled by slot.
         """
-        table, blocks, stalled = self.table, self.resources.blocks, []
+        table, blocks = self.table, self.resources.blocks
+        stalled: list[int] = []
+        if blocks.num_free >= len(due):
+            # Memory for all: those that need a block and nothing else get it together.
+            plain = table.start[due] < np.minimum(table.last[due], table.checkpoint_at[due])
+            table.grow(due[plain], blocks.allocate(int(plain.sum())))
+            due = due[~plain]
         waiting = zip(table.sequences[due].tolist(), due.tolist(), table.start[due].tolist(), strict=True)
-        served: list[int] = []
-        following: list[int] = []
+        looked_at: list[tuple[int, int, int, int]] = []
         for sequence, slot, start in sorted(waiting, key=_key):
             if sequence.phase is not Phase.DECODE or sequence.preempting:
                 continue  # A victim of one before it.
             own = sequence.request.blocks
-            if start >= len(own) * KV_BLOCK_TOKENS:
-                if blocks.num_free:
-                    own.append(blocks.take())
-                    table.changed[slot] = True
-                elif not self.roster.grow(sequence):
-                    stalled.append(slot)
-                    continue
+            if start >= len(own) * KV_BLOCK_TOKENS and not self.roster.grow(sequence):
+                stalled.append(slot)
+                continue
             if start + 1 == sequence.next_checkpoint and (saved := self._decode_checkpoint(sequence)):
                 checkpoints[slot] = saved
-            served.append(slot)
-            following.append(min(len(own) * KV_BLOCK_TOKENS, sequence.end_computed - 1, sequence.next_checkpoint - 1))
-        table.due[served] = following
+            room = len(own) * KV_BLOCK_TOKENS
+            looked_at.append((slot, room, sequence.end_computed - 1, sequence.next_checkpoint - 1))
+        if looked_at:
+            slots, rooms, lasts, checkpoint_at = zip(*looked_at, strict=True)
+            table.looked_at(list(slots), list(rooms), list(lasts), list(checkpoint_at))
         return stalled
 
     def _rest_at_end(self, due: np.ndarray) -> None:

@@ -27,7 +27,7 @@ def root_hash(salt: str) -> bytes:
 def extend_hashes(hashes: list[bytes], request: Request, num_blocks: int) -> None:
     """Append to `hashes` until it covers the first `num_blocks` blocks, whose tokens must be known.
 
-    A block's hash is blake2b over the hash before it and its 16 token ids as 4-byte integers.
+    A block's hash is blake2b, cut to 16 bytes, over the hash before it and its 16 token ids as 4-byte integers.
     """
     start = len(hashes)
     if start >= num_blocks:
@@ -37,7 +37,7 @@ def extend_hashes(hashes: list[bytes], request: Request, num_blocks: int) -> Non
     data = array("I", tokens).tobytes()
     blake2b, step = hashlib.blake2b, len(data) // (num_blocks - start)
     for offset in range(0, len(data), step):
-        parent = blake2b(parent + data[offset : offset + step], digest_size=HASH_BYTES).digest()
+        parent = blake2b(parent + data[offset : offset + step]).digest()[:HASH_BYTES]
         hashes.append(parent)
 
 

@@ -22,6 +22,7 @@ from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.sequence import Phase, Sequence, make_sequence
 from sparkinfer.scheduling.types import (
     Checkpoint,
+    DecodeRows,
     EngineStats,
     FinishReason,
     Request,
@@ -207,14 +208,14 @@ class Scheduler:
             special.update(i for i, token in enumerate(tokens) if token in flight.decoding[i].stop_ids)
         passed = 0
         for index in sorted(special):
-            _pass_on(decode.requests[passed:index], tokens[passed:index], logprobs[passed:index], updates)
+            _pass_on(decode, slice(passed, index), tokens, logprobs, updates)
             passed = index + 1
             sequence = flight.decoding[index]
             self._publish(sequence, decode.checkpoints.get(index, ()), decode=True)
             stop, output_index = int(decode.starts[index]) + 1, int(decode.output_indices[index])
             self._take_token(sequence, stop, output_index, tokens[index], logprobs[index], updates)
             self.roster.settle(sequence)
-        _pass_on(decode.requests[passed:], tokens[passed:], logprobs[passed:], updates)
+        _pass_on(decode, slice(passed, count), tokens, logprobs, updates)
 
     def _take_token(
         self,
@@ -264,9 +265,13 @@ class Scheduler:
 
 
 def _pass_on(
-    requests: list[Request], tokens: list[int], logprobs: list[TokenLogprobs | None], updates: list[TokenUpdate]
+    decode: DecodeRows,
+    rows: slice,
+    tokens: list[int],
+    logprobs: list[TokenLogprobs | None],
+    updates: list[TokenUpdate],
 ) -> None:
     """Tokens of requests to which nothing else happens."""
-    outputs = [request.output for request in requests]
-    deque(map(list.append, outputs, tokens), maxlen=0)
-    updates.extend(map(TokenUpdate, requests, tokens, logprobs, repeat(None)))
+    mine = tokens[rows]
+    deque(map(list.append, decode.outputs[rows], mine), maxlen=0)
+    updates.extend(map(TokenUpdate, decode.requests[rows], mine, logprobs[rows], repeat(None)))

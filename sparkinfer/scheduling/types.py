@@ -203,13 +203,16 @@ class DecodeRows:
     """The decode rows of a plan, as columns: every one computes one token and samples the next.
 
     All columns have one entry per row; a scheduler's rows are in ascending order of slots. `slots`, `starts` (the
-    position computed) and `output_indices` are int64 arrays, `pending` a bool array; `requests` and `blocks` are lists.
+    position computed) and `output_indices` are int64 arrays, `pending` a bool array; `requests`, their `outputs` and
+    `blocks` are lists.
     `checkpoints` has the few rows that save a state, by row number. `changed` numbers the rows whose block list is
     another one, or longer, than in the request's row before; of all other rows a runner knows the blocks already. The
     meaning of each column is that of `Row`'s field.
     """
 
-    __slots__ = ("blocks", "changed", "checkpoints", "output_indices", "pending", "requests", "slots", "starts")
+    __slots__ = (
+        "blocks", "changed", "checkpoints", "output_indices", "outputs", "pending", "requests", "slots", "starts",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -218,12 +221,13 @@ class DecodeRows:
         output_indices: np.ndarray,
         pending: np.ndarray,
         requests: list[Request],
+        outputs: list[list[int]],
         blocks: list[list[int]],
         checkpoints: dict[int, tuple[Checkpoint, ...]],
         changed: list[int],
     ) -> None:
         self.slots, self.starts, self.output_indices, self.pending = slots, starts, output_indices, pending
-        self.requests, self.blocks = requests, blocks
+        self.requests, self.outputs, self.blocks = requests, outputs, blocks
         self.checkpoints, self.changed = checkpoints, changed
 
     def __len__(self) -> int:
@@ -247,6 +251,7 @@ class DecodeRows:
             output_indices=np.array([row.output_index for row in rows], dtype=np.int64),
             pending=np.array([row.pending for row in rows], dtype=bool),
             requests=[row.request for row in rows],
+            outputs=[row.request.output for row in rows],
             blocks=[row.blocks for row in rows],
             checkpoints={index: row.checkpoints for index, row in enumerate(rows) if row.checkpoints},
             changed=list(range(len(rows))),

@@ -177,7 +177,7 @@ def test_a_run_with_known_costs_is_predicted(run_folder: Path) -> None:
 
 
 def test_costs_around_the_engine_come_from_requests_that_were_alone(run_folder: Path) -> None:
-    """Under load an arrival waits for the server, even where the engine paused before it: such requests do not count."""
+    """Under load an arrival waits for the server, even where the engine paused: those do not count."""
     cells = {one.cell.id: one for one in read_run(run_folder).cells}
     assert len(lone_requests(cells["chat-c1"])) == len(cells["chat-c1"].records)
     assert lone_requests(cells["chat-c32"]) == []
