@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 from aot import SHARED_LIMIT, KernelBuild, compile_kernels
+from sparkinfer_kernels.linear import skinny as skinny_launcher
 
 SKINNY = {
     "x_ptr": "*bf16",
@@ -19,15 +22,18 @@ SKINNY = {
     "K": "i32",
     "row_tiles": "i32",
 }
-# (token columns, WK, WN, RT, KB, stages): what tuned.json uses most, and the widest.
-PARAMETERS = [
-    (8, 4, 2, 1, 1, 4),
-    (16, 4, 1, 2, 1, 3),
-    (32, 1, 8, 2, 1, 3),
-    (64, 1, 8, 1, 1, 3),
-]
 SPILLS = {90: 8, 120: 16}
 """Bytes of local memory a thread may use."""
+
+
+def tuned(form: str, arch: int) -> list[tuple[int, ...]]:
+    """(token columns, WK, WN, RT, KB, stages): every set of parameters that `tuned.json` leads to."""
+    found = set()
+    for tokens, rows in skinny_launcher._table()["sm_90"][form].items():
+        for n, k, _ in rows:
+            c = skinny_launcher.config_for(f"sm_{arch}", form, tokens, n, k)
+            found.add((tokens, c.wk, c.wn, c.rt, c.kb, c.stages))
+    return sorted(found)
 
 
 def skinny(values: tuple[int, ...], arch: int, even: bool, activate: bool) -> KernelBuild:
@@ -52,8 +58,8 @@ def skinny(values: tuple[int, ...], arch: int, even: bool, activate: bool) -> Ke
 def test_skinny_kernel() -> None:
     builds = [
         skinny(values, arch, even=index % 2 == 0, activate=index % 2 == 0)
-        for index, values in enumerate(PARAMETERS)
         for arch in (90, 120)
+        for index, values in enumerate(tuned("nvfp4", arch))
     ]
     for used in compile_kernels(builds):
         used.check(SHARED_LIMIT[used.build.arch], SPILLS[used.build.arch])
@@ -67,9 +73,11 @@ def test_skinny_fp8_kernel() -> None:
     signature |= {"block_scales_ptr": "*fp32"}
     del signature["scales_ptr"], signature["row_tiles"]
     builds = []
-    for values, blocks in (((8, 4, 1, 1, 1, 3), False), ((32, 1, 8, 1, 1, 3), True)):
+    for arch, (index, values) in itertools.product((90, 120), enumerate(tuned("fp8", 90))):
+        blocks = index % 2 == 0
+        values = next(one for one in tuned("fp8", arch) if one[0] == values[0])
         constexprs = dict(zip(("BM", "WK", "WN", "RT", "KB", "STAGES"), values, strict=True))
-        builds += [
+        builds.append(
             KernelBuild(
                 "sparkinfer_kernels.linear.skinny_fp8_kernel:fp8_skinny_kernel",
                 signature,
@@ -79,8 +87,7 @@ def test_skinny_fp8_kernel() -> None:
                 divisible=("x_stride", "out_stride", "K", "N"),
                 sass=True,
             )
-            for arch in (90, 120)
-        ]
+        )
     for used in compile_kernels(builds):
         used.check(SHARED_LIMIT[used.build.arch], SPILLS[used.build.arch])
         assert used.count("HMMA") > 0
