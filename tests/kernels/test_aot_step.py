@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aot import SHARED_LIMIT, KernelBuild, compile_kernels
 
-MODULE = "sparkinfer_kernels.step.gpu:"
+MODULE = "sparkinfer_kernels.step.kernels:"
 
 
 def test_step_kernels() -> None:
@@ -16,9 +16,9 @@ def test_step_kernels() -> None:
         build
         for arch in (90, 120)
         for build in (
-            KernelBuild(MODULE + "_update_kernel", update, {"BLOCK": 256}, arch),
-            KernelBuild(MODULE + "_lines_kernel", lines, {"BLOCK": 1024}, arch),
-            KernelBuild(MODULE + "_keep_kernel", keep, {"BLOCK": 256}, arch),
+            KernelBuild(MODULE + "update_kernel", update, {"BLOCK": 256}, arch),
+            KernelBuild(MODULE + "lines_kernel", lines, {"BLOCK": 1024}, arch),
+            KernelBuild(MODULE + "keep_kernel", keep, {"BLOCK": 256}, arch),
         )
     ]
     for used in compile_kernels(builds):
