@@ -147,7 +147,7 @@ def sweep_prefill() -> None:
     print("sweep prefill 27B: kernel, variant, us at 1x8192 8x1024 1x1024")
     for name, variants in sweeps.items():
         for launch in shard(variants):
-            tuning = replace(default, **{name: launch})
+            tuning = replace(default, **{name: launch})  # type: ignore[arg-type]
             times = [one.part_us(tuning, name)[name] for one in (long, many, short)]
             print(name, launch, " ".join(f"{us:.1f}" for us in times), flush=True)
 
