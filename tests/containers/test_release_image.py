@@ -117,12 +117,14 @@ def pulled(pushed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The generated toy model of the workflow."""
-    folder = tmp_path_factory.mktemp("models") / "spark-tiny-dense"
+    """A generated toy model, by a link as the workflow places a model that lies in the repository."""
+    folder = tmp_path_factory.mktemp("models") / "generated"
     command = [sys.executable, str(ROOT / "models" / "generate.py"), "dense", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    return folder
+    link = tmp_path_factory.mktemp("links") / "spark-tiny-dense"
+    link.symlink_to(folder)
+    return link
 
 
 def test_pulled_image_answers_a_chat_request(pulled: Path, model: Path, tmp_path: Path) -> None:
