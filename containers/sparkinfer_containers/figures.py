@@ -109,7 +109,7 @@ def blocks(figures: dict[str, Any]) -> list[Block]:
     image, versions = figures["image"], figures["versions"]
     downloaded = figures["downloaded_bytes"]
     packages = [(layer["name"], name, size) for layer in figures["layers"] for name, size in layer["packages"].items()]
-    packages.sort(key=lambda item: -item[2])
+    packages.sort(key=lambda item: (-item[2], item[1]))
     left_out = sorted(figures["left_out"], key=lambda item: -item["bytes"])
     return [
         Heading(1, f"Figures of the {image['variant']} image"),
@@ -153,7 +153,7 @@ def blocks(figures: dict[str, Any]) -> list[Block]:
 def write(figures: dict[str, Any], output: Path) -> None:
     """`figures.json` and `README.md` in `output`, each by rename."""
     output.mkdir(parents=True, exist_ok=True)
-    texts = {"figures.json": json.dumps(figures, indent=1, sort_keys=True) + "\n"}
+    texts = {"figures.json": json.dumps(figures, indent=1) + "\n"}
     texts["README.md"] = to_markdown(blocks(figures))
     for name, text in texts.items():
         temporary = output / f".{name}.part"

@@ -1,0 +1,48 @@
+"""The recorded figures of the container: the page is what the program writes, and a slow step is no result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sparkinfer_containers import figures
+from sparkinfer_containers.image import settings
+from sparkinfer_eval.report.document import to_markdown
+
+from sparkinfer.errors import EnvironmentProblem
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "reports" / "container"
+
+
+def test_recorded_page_follows_from_the_recorded_figures() -> None:
+    made = json.loads((RECORDED / "figures.json").read_text())
+    assert made["schema"] == figures.SCHEMA
+    assert made["reproduced"] is True
+    assert made["unpacked_bytes"] < 700e6
+    for step, limit in figures.LIMITS.items():
+        assert made["seconds"][step] < limit
+    assert (RECORDED / "README.md").read_text() == to_markdown(figures.blocks(made))
+
+
+@pytest.mark.parametrize(("verify_s", "differ", "said"), [(10.5, [], "verify took"), (1.0, ["layer 1: x"], "differs")])
+def test_slow_step_or_another_digest_is_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify_s: float, differ: list[str], said: str
+) -> None:
+    def build(recipe: Any, repository: Path, output: Path, caches: Any) -> dict[str, Any]:
+        for folder in (caches.debs, caches.wheels):
+            folder.mkdir()
+        return {}
+
+    def ship(image: Path, model: Path, work: Path) -> dict[str, Any]:
+        work.mkdir()
+        return {"seconds": {"verify": verify_s}, "level": "integrity only"}
+
+    monkeypatch.setattr(figures.build, "build", build)
+    monkeypatch.setattr(figures.rebuild, "rebuild", lambda *_: differ)
+    monkeypatch.setattr(figures.ship, "ship", ship)
+    with pytest.raises(EnvironmentProblem, match=said):
+        figures.measure(settings.load(ROOT, "cpu"), ROOT, tmp_path, tmp_path, lambda folder: None, "x")
+    assert list(tmp_path.iterdir()) == []
