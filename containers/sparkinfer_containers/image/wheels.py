@@ -80,14 +80,33 @@ def fetch(recipe: Recipe, cache: Path) -> dict[str, Path]:
     cache.mkdir(parents=True, exist_ok=True)
     wanted = read_lock(recipe.python_lock)
     have = {file_sha256(path): path for path in cache.glob("*.whl")}
-    if any(wheel.sha256 not in have for wheel in wanted):
-        command = [*_pip(), "download", "--no-deps", "--require-hashes", f"--dest={cache}", f"--find-links={cache}"]
-        run([*command, *_torch_index(), *_target_options(recipe), f"--requirement={recipe.python_lock}"])
-        have = {file_sha256(path): path for path in cache.glob("*.whl")}
+    absent = [wheel for wheel in wanted if wheel.sha256 not in have]
+    # torch has an index of its own. The others are not looked for there, so that they come where that index is out of
+    # reach, and without pip's waits for it; torch itself may lie in a folder that pip is set to use.
+    torch = [wheel for wheel in absent if wheel.name == "torch"]
+    _download(recipe, [wheel for wheel in absent if wheel.name != "torch"], cache, [])
+    try:
+        _download(recipe, torch, cache, [])
+    except EnvironmentProblem:
+        if not _torch_index():
+            raise
+        _download(recipe, torch, cache, _torch_index())
+    have = {file_sha256(path): path for path in cache.glob("*.whl")}
     missing = [wheel.name for wheel in wanted if wheel.sha256 not in have]
     if missing:
         raise EnvironmentProblem(f"wheels with the locked digest are not to be had: {', '.join(missing)}")
     return {wheel.sha256: have[wheel.sha256] for wheel in wanted}
+
+
+def _download(recipe: Recipe, wheels: Sequence[Wheel], cache: Path, options: Sequence[str]) -> None:
+    """Have pip bring locked wheels into `cache`. Raises EnvironmentProblem when it cannot."""
+    if not wheels:
+        return
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as lock:
+        lock.writelines(f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}\n" for wheel in wheels)
+        lock.flush()
+        command = [*_pip(), "download", "--no-deps", "--require-hashes", f"--dest={cache}", f"--find-links={cache}"]
+        run([*command, *options, *_target_options(recipe), f"--requirement={lock.name}"])
 
 
 @dataclass(frozen=True, slots=True)
