@@ -1,0 +1,528 @@
+"""Mixture of experts on a GPU: what the model imports. Nothing synchronises; grids depend on the number of rows alone.
+
+* T <= `FEW_TOKENS`: one kernel for router, choice and the list of (expert, its pairs); gate and up with SwiGLU over
+  that list, so that an expert's weights are read once for all of its tokens; down; the weighted sum (at most
+  `BY_TOKEN` tokens: in the down kernel, which then walks all experts for each of its rows).
+* more: router; a counting sort into blocks of one expert each (two kernels); the product of every block with its
+  expert, SwiGLU in its epilogue; the down product; the weighted sum.
+
+NVFP4 experts are expanded in registers, exactly (`linear/layout.py`); above `NVFP4_TOKENS` tokens a bf16 or FP8 copy is
+used where `prepare_moe` has made one. Sums have one order, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from sparkinfer_kernels.linear.dequantise import quantise_rows
+from sparkinfer_kernels.moe import kernels, prefill_kernels
+from sparkinfer_kernels.moe.skinny_kernel import nvfp4_experts_kernel
+from sparkinfer_kernels.moe.weights import ExpertMatrices, MoeWeights, Nvfp4Experts, prepare_moe
+from sparkinfer_kernels.programmatic import PDL
+
+__all__ = ["ExpertMatrices", "MoeWeights", "Nvfp4Experts", "Workspace", "make_workspace", "moe", "prepare_moe"]
+
+FEW_TOKENS = 32
+"""As many tokens as have all logits of the router in one program's registers."""
+BY_TOKEN = 8
+"""Up to this many tokens the columns of an item are the tokens."""
+ITEM = 8
+"""Pairs of an item: the smallest number of columns of a matrix instruction."""
+NVFP4_TOKENS = 2048
+"""Up to this many tokens NVFP4 experts are read as they are: reading a copy takes longer than expanding."""
+ROUTER_ROWS = 16
+ROUTER_SPLIT = 4
+ROUTER_TOKENS = 16
+"""Tokens of a program of the router for many tokens, and of the sort."""
+
+
+class MoeConfig(Protocol):
+    """What `make_workspace` reads of a model's configuration."""
+
+    num_experts: int
+    experts_per_token: int
+    hidden_size: int
+    moe_intermediate_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Parameters of `prefill_kernels.grouped_kernel`: BM tokens, BN rows of the weight, BK columns."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Parameters of `skinny_kernel.nvfp4_experts_kernel`."""
+
+    wk: int
+    wn: int
+    rt: int
+    kb: int
+    stages: int
+    per_sm: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight of one block."""
+        return self.wn * self.rt * 16
+
+
+GATE_UP = Pipeline(wk=4, wn=1, rt=2, kb=1, stages=4, per_sm=3)
+DOWN = Pipeline(wk=4, wn=1, rt=2, kb=1, stages=4, per_sm=3)
+DOWN_SUM = Pipeline(wk=4, wn=1, rt=1, kb=1, stages=7, per_sm=1)
+FEW_BF16 = Tile(bm=ITEM, bn=64, bk=128, warps=4, stages=3)
+
+
+def block_rows(tokens: int, top_k: int, experts: int) -> int:
+    """Rows of a block for this many tokens: about the mean number of an expert's tokens, a power of two."""
+    mean = tokens * top_k / experts
+    return next((rows for rows, limit in ((16, 8), (32, 28), (64, 96)) if mean <= limit), 128)
+
+
+def tile_for(rows: int, form: str) -> Tile:
+    """Parameters for blocks of `rows` tokens and weights in this form; within 99 KB of shared memory."""
+    if form == "nvfp4":
+        return Tile(rows, 128, 64, 4 if rows < 128 else 8, 3)
+    bk = 128 if form == "fp8" else 64
+    return Tile(rows, 128, bk, 4 if rows < 128 else 8, 3 if rows == 128 else 4 if rows < 64 else 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Scratch memory of one stream, made by `make_workspace`; int32 unless it says otherwise."""
+
+    rows: int
+    shares: torch.Tensor
+    """[T, TOP_K + 1] fp32: weights of a token's experts; sigmoid of the shared expert's gate."""
+    partials: torch.Tensor
+    """[ROUTER_SPLIT, FEW_TOKENS, ...] fp32."""
+    counters: torch.Tensor
+    """[2]: programs that are done, 0 between launches; number of items."""
+    chosen: torch.Tensor
+    """[T * SLOTS]: a pair's expert."""
+    ranks: torch.Tensor
+    """[T * SLOTS]: a pair's rank among its token block's pairs of the expert."""
+    counts: torch.Tensor
+    """[token blocks, E + 1]."""
+    before: torch.Tensor
+    """[token blocks, E + 1]."""
+    totals: torch.Tensor
+    """[E + 1]."""
+    pairs: torch.Tensor
+    """[positions]: the pair at a position; of an item's unused columns -1."""
+    positions: torch.Tensor
+    """[T * SLOTS]."""
+    block_expert: torch.Tensor
+    """[blocks]: also the items' experts."""
+    block_rows: torch.Tensor
+    """[blocks]: rows in use; 0 beyond the last block."""
+    inner: torch.Tensor
+    """[positions, I] bf16."""
+    y: torch.Tensor
+    """[positions, H] bf16."""
+    inner_fp8: torch.Tensor
+    """[positions, I] e4m3."""
+    x_fp8: torch.Tensor
+    """[T, H] e4m3."""
+    scales: torch.Tensor
+    """[positions] fp32."""
+    x_scales: torch.Tensor
+    """[T] fp32."""
+
+
+def _most_positions(rows: int, slots: int, experts: int, top_k: int) -> tuple[int, int]:
+    """Blocks and positions that any number of tokens up to `rows` needs."""
+    few = min(rows, FEW_TOKENS)
+    blocks = items = few * slots
+    positions = items * ITEM
+    for tokens in range(FEW_TOKENS + 1, rows + 1):
+        bm = block_rows(tokens, top_k, experts)
+        needed = _max_blocks(tokens * slots, experts + 1, bm)
+        blocks, positions = max(blocks, needed), max(positions, needed * bm)
+    return blocks, positions
+
+
+def _max_blocks(pairs: int, experts: int, rows: int) -> int:
+    return min(pairs, (pairs + experts * (rows - 1)) // rows)
+
+
+def make_workspace(config: MoeConfig, rows: int, device: torch.device) -> Workspace:
+    """Allocate what passes of up to `rows` rows need.
+
+    Args:
+        config: the model's sizes.
+        rows: the largest T.
+        device: of the weights.
+    """
+    experts, top_k, hidden = config.num_experts, config.experts_per_token, config.hidden_size
+    inner, slots = config.moe_intermediate_size, config.experts_per_token + 1
+    blocks, positions = _most_positions(rows, slots, experts, top_k)
+    token_blocks = triton.cdiv(rows, ROUTER_TOKENS)
+    width = triton.next_power_of_2(experts) + ROUTER_ROWS
+
+    def ints(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=torch.int32, device=device)
+
+    def floats(dtype: torch.dtype, *size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    return Workspace(
+        rows=rows,
+        shares=floats(torch.float32, rows, top_k + 1),
+        partials=floats(torch.float32, ROUTER_SPLIT * FEW_TOKENS * width),
+        counters=ints(2),
+        chosen=ints(rows * slots),
+        ranks=ints(rows * slots),
+        counts=ints(token_blocks, experts + 1),
+        before=ints(token_blocks, experts + 1),
+        totals=ints(experts + 1),
+        pairs=ints(positions),
+        positions=ints(rows * slots),
+        block_expert=ints(blocks),
+        block_rows=ints(max(blocks, triton.next_power_of_2(min(rows, FEW_TOKENS) * slots))),
+        inner=floats(torch.bfloat16, positions, inner),
+        y=floats(torch.bfloat16, positions, hidden),
+        inner_fp8=floats(torch.float8_e4m3fn, positions, inner),
+        x_fp8=floats(torch.float8_e4m3fn, rows, hidden),
+        scales=floats(torch.float32, positions),
+        x_scales=floats(torch.float32, rows),
+    )
+
+
+def moe(x: torch.Tensor, weights: MoeWeights, workspace: Workspace, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Routed experts plus sigmoid(shared gate) times the shared expert.
+
+    Args:
+        x: [T, H] bf16, rows contiguous. Padding rows are computed like others.
+        weights: of `prepare_moe`.
+        workspace: for at least T rows.
+        out: [T, H] bf16, contiguous; made if None.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: shapes, dtypes or the size of the workspace do not fit.
+    """
+    tokens, hidden = x.shape[0], weights.router.shape[1]
+    if x.ndim != 2 or x.shape[1] != hidden or x.dtype != torch.bfloat16 or x.stride(1) != 1:
+        raise ValueError(f"x must be bf16 rows of {hidden} values side by side, got {x.dtype} {tuple(x.shape)}")
+    if tokens > workspace.rows:
+        raise ValueError(f"a workspace for {workspace.rows} rows cannot take {tokens}: make it for the largest pass")
+    if out is None:
+        out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=x.device)
+    elif out.shape != x.shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous bf16 {tuple(x.shape)}, got {out.dtype} {tuple(out.shape)}")
+    if tokens == 0:
+        return out
+    extra = _shared_apart(x, weights)
+    if tokens > FEW_TOKENS:
+        _many(x, weights, workspace, out, extra)
+    else:
+        _few(x, weights, workspace, out, extra)
+    return out
+
+
+def _shared_apart(x: torch.Tensor, weights: MoeWeights) -> torch.Tensor | None:
+    if weights.shared_gate_up is None or weights.shared_down is None:
+        return None
+    gate, up = (x @ weights.shared_gate_up.t()).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate.float()) * up).to(x.dtype) @ weights.shared_down.t()
+
+
+def _launch(kernel: JITFunction[Any], grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    kernel[grid](*arguments, **options, PDL=PDL, launch_pdl=PDL)
+
+
+def _few(x: torch.Tensor, weights: MoeWeights, w: Workspace, out: torch.Tensor, extra: torch.Tensor | None) -> None:
+    tokens, top_k, slots = x.shape[0], weights.top_k, weights.slots
+    packed = weights.gate_up.nvfp4 is not None and weights.down.nvfp4 is not None
+    by_token = packed and tokens <= BY_TOKEN and extra is None
+    route_few(x, weights, w, by_token)
+    if not packed:
+        blocks = min(tokens * slots, tokens * top_k + triton.cdiv(tokens, ITEM))
+        _grouped(x, weights.gate_up, "bf16", FEW_BF16, blocks, slots, w, w.inner, gate_up=True)
+        _grouped(w.inner, weights.down, "bf16", FEW_BF16, blocks, slots, w, w.y, gate_up=False)
+        _combine(w, w.positions, extra, out, top_k, slots)
+        return
+    _experts(x, weights, w, w.inner, gate_up=True, shared=by_token)
+    _experts(w.inner, weights, w, out if by_token else w.y, gate_up=False, total=by_token, tokens=tokens)
+    if not by_token:
+        _combine(w, None, extra, out, top_k, slots)
+
+
+def router_warps(tokens: int) -> int:
+    """Warps of the router's program, whose last one holds all logits in registers."""
+    return 8 if tokens <= 16 else 16
+
+
+def route_few(x: torch.Tensor, weights: MoeWeights, w: Workspace, by_token: bool) -> None:
+    """Shares and list of items of at most `FEW_TOKENS` tokens: one kernel."""
+    (tokens, hidden), experts = x.shape, weights.router.shape[0] - 1
+    slots, bt = weights.slots, max(16, triton.next_power_of_2(x.shape[0]))
+    _launch(
+        kernels.route_few_kernel,
+        (triton.cdiv(experts + 1, ROUTER_ROWS), ROUTER_SPLIT),
+        x,
+        x.stride(0),
+        weights.router,
+        w.partials,
+        w.counters,
+        w.shares,
+        w.block_expert,
+        w.pairs,
+        w.block_rows,
+        w.positions,
+        w.counters[1:],
+        tokens,
+        hidden,
+        E=experts,
+        EP=triton.next_power_of_2(experts),
+        TOP_K=weights.top_k,
+        SLOTS=slots,
+        BT=bt,
+        BM=ITEM,
+        MAX_ITEMS=triton.next_power_of_2(tokens * slots),
+        BY_TOKEN=by_token,
+        ROWS=ROUTER_ROWS,
+        SPLIT=ROUTER_SPLIT,
+        BK=128,
+        num_warps=router_warps(bt),
+        num_stages=4,
+    )
+
+
+def pipeline_programs(pipeline: Pipeline, blocks: int, total: bool, multiprocessors: int) -> int:
+    """Programs of the NVFP4 kernel: a fixed number, with `total` no more than there are blocks."""
+    return min(blocks, pipeline.per_sm * multiprocessors) if total else pipeline.per_sm * multiprocessors
+
+
+def _experts(
+    x: torch.Tensor,
+    weights: MoeWeights,
+    w: Workspace,
+    out: torch.Tensor,
+    gate_up: bool,
+    shared: bool = False,
+    total: bool = False,
+    tokens: int = 0,
+) -> None:
+    """The NVFP4 kernel over the items."""
+    matrices = weights.gate_up if gate_up else weights.down
+    packed = matrices.nvfp4
+    assert packed is not None
+    _, n, k = matrices.shape
+    chosen = GATE_UP if gate_up else DOWN_SUM if total else DOWN
+    columns = triton.cdiv(k, 128)
+    wk = min(chosen.wk, triton.next_power_of_2(columns))
+    blocks = triton.cdiv(n, chosen.rows)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    nvfp4_experts_kernel[(1, pipeline_programs(chosen, blocks, total, processors))](
+        x,
+        x.stride(0),
+        packed.codes.view(torch.int32),
+        packed.scales.view(torch.int32),
+        packed.row_scales,
+        w.shares,
+        out,
+        w.block_expert,
+        w.pairs,
+        w.counters[1:],
+        tokens,
+        n,
+        k,
+        TOP_K=weights.top_k,
+        SLOTS=weights.slots,
+        GATE_UP=gate_up,
+        SHARED=shared,
+        SUM=total,
+        BM=ITEM,
+        WK=wk,
+        WN=chosen.wn,
+        RT=chosen.rt,
+        KB=chosen.kb,
+        STAGES=chosen.stages,
+        EVEN=columns % (wk * chosen.kb) == 0,
+        PDL=PDL,
+        launch_pdl=PDL,
+        num_warps=wk * chosen.wn,
+    )
+
+
+def _many(x: torch.Tensor, weights: MoeWeights, w: Workspace, out: torch.Tensor, extra: torch.Tensor | None) -> None:
+    tokens, experts, top_k, slots = x.shape[0], weights.router.shape[0] - 1, weights.top_k, weights.slots
+    bm = block_rows(tokens, top_k, experts)
+    blocks = _max_blocks(tokens * slots, experts + 1, bm)
+    sort(x, weights, w, bm, blocks)
+    form = wide_form(weights.gate_up, tokens)
+    x_scales = None
+    if form == "fp8":
+        x_scales, values = w.x_scales[:tokens], w.x_fp8[:tokens]
+        quantise_rows(x, values, x_scales)
+        x = values
+    _grouped(x, weights.gate_up, form, tile_for(bm, form), blocks, slots, w, w.inner, True, x_scales)
+    inner, scales, form = w.inner, None, wide_form(weights.down, tokens)
+    if form == "fp8":
+        inner, scales = w.inner_fp8[: blocks * bm], w.scales[: blocks * bm]
+        quantise_rows(w.inner[: blocks * bm], inner, scales)
+    _grouped(inner, weights.down, form, tile_for(bm, form), blocks, slots, w, w.y, False, scales)
+    _combine(w, w.positions, extra, out, top_k, slots)
+
+
+def wide_form(matrices: ExpertMatrices, tokens: int) -> str:
+    """Which of the stored forms a pass of many tokens multiplies."""
+    if matrices.fp8 is not None:
+        return "fp8"
+    if matrices.nvfp4 is not None and (tokens <= NVFP4_TOKENS or matrices.bf16 is None):
+        return "nvfp4"
+    return "bf16"
+
+
+def sort(x: torch.Tensor, weights: MoeWeights, w: Workspace, bm: int, blocks: int) -> None:
+    """Shares, and the pairs in blocks of `bm` rows of one expert each: three kernels."""
+    (tokens, hidden), experts = x.shape, weights.router.shape[0] - 1
+    token_blocks = triton.cdiv(tokens, ROUTER_TOKENS)
+    sizes = {"E": experts, "SLOTS": weights.slots}
+    _launch(
+        prefill_kernels.route_many_kernel,
+        (token_blocks,),
+        x,
+        x.stride(0),
+        weights.router,
+        w.shares,
+        w.chosen,
+        w.ranks,
+        w.counts,
+        tokens,
+        hidden,
+        EP=triton.next_power_of_2(experts),
+        TOP_K=weights.top_k,
+        BT=ROUTER_TOKENS,
+        BK=64,
+        num_warps=8,
+        num_stages=3,
+        **sizes,
+    )
+    _launch(
+        prefill_kernels.totals_kernel,
+        (triton.cdiv(experts + 1, 8),),
+        w.counts,
+        w.before,
+        w.totals,
+        token_blocks,
+        E=experts,
+        BE=8,
+        BB=128,
+        num_warps=4,
+    )
+    per_program = 16
+    _launch(
+        prefill_kernels.place_kernel,
+        (max(token_blocks, triton.cdiv(blocks, per_program)),),
+        w.chosen,
+        w.ranks,
+        w.before,
+        w.totals,
+        w.pairs,
+        w.positions,
+        w.block_expert,
+        w.block_rows,
+        tokens,
+        blocks,
+        E1P=triton.next_power_of_2(experts + 1),
+        SLOTS_P=triton.next_power_of_2(weights.slots),
+        BT=ROUTER_TOKENS,
+        BM=bm,
+        BLOCKS=per_program,
+        num_warps=8,
+        **sizes,
+    )
+
+
+def _grouped(
+    x: torch.Tensor,
+    matrices: ExpertMatrices,
+    form: str,
+    tile: Tile,
+    blocks: int,
+    slots: int,
+    w: Workspace,
+    out: torch.Tensor,
+    gate_up: bool,
+    x_scales: torch.Tensor | None = None,
+) -> None:
+    """Every block's product with its expert; rows of x by token for gate and up, by position for down."""
+    _, n, k = matrices.shape
+    weight, scales, row_scales = matrices.bf16, None, None
+    if form == "nvfp4":
+        assert matrices.nvfp4 is not None
+        weight, scales = matrices.nvfp4.codes.view(torch.int32), matrices.nvfp4.scales.view(torch.int32)
+        row_scales = matrices.nvfp4.row_scales
+    elif form == "fp8":
+        assert matrices.fp8 is not None
+        weight, row_scales = matrices.fp8.values, matrices.fp8.scales
+    assert weight is not None
+    _launch(
+        prefill_kernels.grouped_kernel,
+        (blocks * triton.cdiv(n, tile.bn),),
+        x,
+        x.stride(0),
+        x_scales,
+        weight,
+        scales,
+        row_scales,
+        out,
+        w.pairs,
+        w.block_expert,
+        w.block_rows,
+        n,
+        k,
+        SLOTS=slots,
+        NVFP4=form == "nvfp4",
+        GATHER=gate_up,
+        ACTIVATE=gate_up,
+        BM=tile.bm,
+        BN=tile.bn,
+        BK=tile.bk,
+        EVEN_K=k % tile.bk == 0,
+        ASM=not triton.knobs.runtime.interpret,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _combine(
+    w: Workspace,
+    positions: torch.Tensor | None,
+    extra: torch.Tensor | None,
+    out: torch.Tensor,
+    top_k: int,
+    slots: int,
+) -> None:
+    tokens, hidden = out.shape
+    block = min(1024, triton.next_power_of_2(hidden))
+    _launch(
+        kernels.combine_kernel,
+        (tokens, triton.cdiv(hidden, block)),
+        w.y,
+        positions,
+        w.shares,
+        extra,
+        out,
+        hidden,
+        TOP_K=top_k,
+        SLOTS=slots,
+        BLOCK=block,
+        num_warps=4,
+    )

@@ -1,0 +1,42 @@
+"""Mixture of experts on a GPU against fp64: ragged numbers of tokens, every form of weights, graphs."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from moe_cases import CASES, Case, make_case, off
+from sparkinfer_kernels.moe import gpu
+
+pytestmark = pytest.mark.gpu
+
+REAL = {"hidden": 2048, "experts": 256, "inner": 512, "top_k": 8}
+LARGE = [
+    *(Case(tokens, **REAL, kind="nvfp4") for tokens in (1, 4, 8, 9, 32, 64, 65, 500, 3000)),
+    Case(3000, **REAL, kind="nvfp4", wide="bf16"),
+    Case(3000, **REAL, kind="nvfp4", wide="fp8"),
+    Case(64, **REAL, kind="bf16"),
+    Case(700, **REAL, kind="bf16", skew="few"),
+]
+
+
+@pytest.mark.parametrize("case", CASES + LARGE, ids=str)
+def test_against_fp64_and_captured(case: Case) -> None:
+    made = make_case(case, "cuda")
+    workspace = gpu.make_workspace(made.config, case.tokens + 3, made.x.device)
+    out = torch.full_like(made.x, float("nan"))
+    with mock.patch.object(gpu, "NVFP4_TOKENS", 1 << 20 if case.wide == "nvfp4" else 0):
+        gpu.moe(made.x, made.weights, workspace, out)
+        torch.cuda.synchronize()
+        assert off(out, made.expected) < case.limit
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = gpu.moe(made.x, made.weights, workspace)
+    for buffer in (workspace.inner, workspace.y):
+        buffer.fill_(float("nan"))
+    for _ in range(3):
+        again.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, again)
