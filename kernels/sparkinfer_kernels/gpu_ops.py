@@ -57,9 +57,9 @@ class GpuOps:
 
 
 def _moe() -> dict[str, Op]:
-    from sparkinfer_kernels.moe import library
+    from sparkinfer_kernels.moe import gpu
 
-    return {"prepare_moe": library.LibraryMoe, "make_moe_workspace": library.make_workspace, "moe": library.moe}
+    return {"prepare_moe": gpu.prepare_moe, "make_moe_workspace": gpu.make_workspace, "moe": gpu.moe}
 
 
 def triton_ops() -> GpuOps:

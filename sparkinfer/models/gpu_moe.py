@@ -24,20 +24,26 @@ class MoeMlp:
         hidden, shared = config.hidden_size, config.shared_intermediate_size
         names = (f"{prefix}gate.weight", config.num_experts), (f"{prefix}shared_expert_gate.weight", 1)
         router = torch.cat([weights.get(name, rows, hidden) for name, rows in names])
-        shared_gate_up = torch.cat(
-            [weights.get(f"{prefix}shared_expert.{name}_proj.weight", shared, hidden) for name in ("gate", "up")]
+        shared_prefix = f"{prefix}shared_expert."
+        gate_and_up = [weights.parts(f"{shared_prefix}{name}_proj.weight", shared, hidden) for name in ("gate", "up")]
+        shared_gate_up = kept_or_stacked(gate_and_up, weights.dtype)
+        shared_down = kept_or_stacked(
+            [weights.parts(f"{shared_prefix}down_proj.weight", hidden, shared)], weights.dtype
         )
-        shared_down = weights.get(f"{prefix}shared_expert.down_proj.weight", hidden, shared)
         gate_up, down = self._experts(config, weights, f"{prefix}experts.")
+        # NVFP4 experts are read as they are for few tokens; many tokens multiply a copy.
+        copies = {} if isinstance(gate_up, torch.Tensor) else {"wide": "fp8" if weights.fp8_prefill else "bf16"}
         self.weights = self.ops.prepare_moe(
-            router, gate_up, down, shared_gate_up, shared_down, config.experts_per_token
+            router, gate_up, down, shared_gate_up, shared_down, config.experts_per_token, **copies
         )
         self.input = InputRows(weights, hidden)
 
     @staticmethod
-    def _experts(config: ModelConfig, weights: GpuWeights, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """All experts' matrices [E, 2 * I, H] and [E, H, I]: stored fused, or expert by expert."""
+    def _experts(config: ModelConfig, weights: GpuWeights, prefix: str) -> tuple[Matrices, Matrices]:
+        """All experts' matrices [E, 2 * I, H] and [E, H, I], or NVFP4 ones expert by expert."""
         count, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        gate_up: Matrices
+        down: Matrices
         if weights.source.has(f"{prefix}gate_up_proj"):
             gate_up = weights.get(f"{prefix}gate_up_proj", count, 2 * inner, hidden)
             return gate_up, weights.get(f"{prefix}down_proj", count, hidden, inner)
@@ -46,9 +52,11 @@ class MoeMlp:
             for expert in range(count)
             for name in ("gate", "up")
         ]
-        gate_up = stacked(pairs, weights.dtype).view(count, 2 * inner, hidden)
         downs = [weights.parts(f"{prefix}{expert}.down_proj.weight", hidden, inner) for expert in range(count)]
-        return gate_up, stacked(downs, weights.dtype).view(count, hidden, inner)
+        gate_up, down = kept_or_stacked(pairs, weights.dtype), kept_or_stacked(downs, weights.dtype)
+        if isinstance(gate_up, torch.Tensor):
+            gate_up = gate_up.view(count, 2 * inner, hidden)
+        return gate_up, down.view(count, hidden, inner) if isinstance(down, torch.Tensor) else down
 
     def __call__(self, x: Rows, inputs: PassInputs) -> torch.Tensor:
         """[T, H] to [T, H]."""
@@ -65,6 +73,17 @@ class InputRows:
     def empty_rows(self, count: int) -> Rows:
         """As `Projection.empty_rows`."""
         return Rows(torch.empty(count, self._hidden, dtype=self._dtype, device=self._device), None)
+
+
+Matrices = torch.Tensor | list[Nvfp4Parts]
+
+
+def kept_or_stacked(parts: Sequence[Parts], dtype: torch.dtype) -> Matrices:
+    """NVFP4 matrices as they are (N a multiple of 16: the kernels' tiles), others below each other, [sum of N, K]."""
+    quantised = [part for part in parts if isinstance(part, Nvfp4Parts)]
+    if len(quantised) == len(parts) and all(part.shape[0] % 16 == 0 for part in quantised):
+        return quantised
+    return stacked(parts, dtype)
 
 
 def stacked(parts: Sequence[Parts], dtype: torch.dtype) -> torch.Tensor:
