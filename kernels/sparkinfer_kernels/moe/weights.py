@@ -14,6 +14,9 @@ Matrices = torch.Tensor | Sequence[Nvfp4Parts]
 """All experts' matrices of one kind: [E, N, K] float, or one NVFP4 matrix [N, K] for each expert (gate_up: gate and up
 of expert 0, of expert 1, ...)."""
 
+PIECE_ROWS = 1 << 14
+"""Rows of NVFP4 experts that are expanded at once when a copy is made."""
+
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4Experts:
@@ -135,14 +138,16 @@ def plain(matrix: Matrices) -> torch.Tensor:
     """bf16 [N, K] of one matrix, or of parts below each other."""
     if isinstance(matrix, torch.Tensor):
         return matrix.to(torch.bfloat16).contiguous()
-    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=matrix[0].packed.device)
+    return torch.cat([_expanded(part.packed, part.scales, part.global_scale.float()) for part in matrix])
+
+
+def _expanded(packed: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """bf16 [N, K] of NVFP4 rows; factors: fp32 [], or [N, 1] for each row."""
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
     table = torch.cat([table, -table])
-    rows = []
-    for part in matrix:
-        codes = torch.stack([part.packed & 0xF, part.packed >> 4], dim=-1).flatten(-2).to(torch.int32)
-        values = table[codes].unflatten(-1, (-1, layout.BLOCK)) * part.scales.float().unsqueeze(-1)
-        rows.append((values.flatten(-2) * part.global_scale.float()).to(torch.bfloat16))
-    return torch.cat(rows)
+    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).to(torch.int32)
+    values = table[codes].unflatten(-1, (-1, layout.BLOCK)) * scales.float().unsqueeze(-1)
+    return values.flatten(-2).mul_(factors).to(torch.bfloat16)
 
 
 def _interleave(rows: torch.Tensor, experts: int) -> torch.Tensor:
@@ -167,10 +172,9 @@ def _matrices(given: Matrices, shape: tuple[int, int, int], wide: str, gate_up: 
     copy = fp8 = None
     if wide != "nvfp4":
         copy = torch.empty(experts * n, k, dtype=torch.bfloat16, device=stacked.packed.device)
-        per = parts // experts
-        for expert in range(experts):
-            copy[expert * n : (expert + 1) * n] = plain(given[expert * per : (expert + 1) * per])
-        copy = _interleave(copy, experts) if gate_up else copy
+        for first in range(0, experts * n, PIECE_ROWS):
+            piece = slice(first, first + PIECE_ROWS)
+            copy[piece] = _expanded(stacked.packed[piece], stacked.scales[piece], stacked.factors[piece].unsqueeze(1))
     if wide == "fp8" and copy is not None:
         fp8, copy = prepare_fp8_rows([copy], mantissa=1.5), None
     weight = prepare_nvfp4([stacked])
