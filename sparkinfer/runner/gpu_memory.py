@@ -123,7 +123,7 @@ def copied_bytes(config: ModelConfig) -> int:
 
 
 def expert_bytes(config: ModelConfig) -> int:
-    """Bytes of the routed experts, which are kept in bf16 whatever the checkpoint stores."""
+    """Bytes of the routed experts in bf16: their own form, or the copy beside NVFP4."""
     return 6 * config.hidden_size * config.moe_intermediate_size * config.num_experts * config.num_layers
 
 
