@@ -108,12 +108,15 @@ def small_disk(checkout: Path) -> Iterator[Path]:
 
 
 def test_full_disk_is_named_and_the_run_goes_on_once_there_is_space(
-    checkout: Path, snakemake: Run, small_disk: Path
+    checkout: Path, snakemake: Run, small_disk: Path, tmp_path: Path
 ) -> None:
     kept = small_disk / "finished" / "result.json"
     kept.parent.mkdir()
     kept.write_text(json.dumps({"finished": True}))
-    target = ("smoke", "--until", "model", "--config", "profile=cpu", "checks=[]")
+    # A generated model is written to results/; one of the repository is only linked there.
+    model = {"name": "generated", "source": {"generate": "dense"}, "dtype": "bfloat16"}
+    over = {"models": [model], "engines": ["sparkinfer"], "engine_folder": "config/engines", "engine_from": "source"}
+    target = ("release", "--until", "model", "--configfile", str(toy_settings(tmp_path, **over)))
     done = snakemake(*target, "--retries", "0")
     assert done.returncode != 0
     assert "the disk is full: free some space and start again" in done.stdout
