@@ -153,7 +153,7 @@ def many() -> None:
             gpu.NVFP4_TOKENS = 1 << 20 if wide == "nvfp4" else 0
             us = median_us(lambda turn: gpu.moe(x, layers[turn % 2], workspace, out), 4, 5)
             bm = gpu.block_rows(tokens, TOP_K, EXPERTS)
-            blocks = gpu._max_blocks(tokens * 9, EXPERTS + 1, bm)
+            blocks = gpu.max_blocks(tokens * 9, EXPERTS + 1, bm)
             sort = median_us(lambda turn: gpu.sort(x, layers[turn % 2], workspace, bm, blocks), 4, 5)
             rate = tokens * 9 * 6 * HIDDEN * INNER / us / 1e6
             print(f"many {wide} T={tokens}: {us:.0f} us, {rate:.0f} TFLOP/s, sort {sort:.0f} us, BM {bm}", flush=True)
