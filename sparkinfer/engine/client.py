@@ -239,6 +239,7 @@ class EngineClient:
         elif isinstance(message, EngineReady):
             assert self._end is not None
             self._end.remove_folder()
+            self.stats = message.stats
             self.ready.set_result(message)
         elif isinstance(message, EngineFailed):
             self._fail(message)

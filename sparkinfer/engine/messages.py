@@ -87,6 +87,8 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     """The engine accepts requests. `info` is shown by /v1/info under `engine` (limits, memory plan, device)."""
 
     info: dict[str, object]
+    stats: EngineStats
+    """Before the first step: what is free."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

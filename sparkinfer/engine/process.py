@@ -218,7 +218,7 @@ def serve_engine(build: Callable[[EngineOptions], Engine]) -> int:
     end = EngineEnd(launch)
     try:
         engine = build(launch.options)
-        end.send(EngineReady(engine.info))
+        end.send(EngineReady(engine.info, engine.core.stats()))
         gc.collect()
         gc.freeze()
         Loop(end, engine).run()

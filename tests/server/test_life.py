@@ -194,7 +194,8 @@ def test_killed_server_takes_the_engine_along(model_dir: Path, tmp_path: Path) -
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     command = [str(Path(__file__).with_name("scripted.py")), "serve", str(model_dir), "--port", "0"]
-    with start(command, tmp_path / "log", SCRIPT=SLOW, TMPDIR=str(scratch)) as running:
+    caches = str(tmp_path / "inductor")  # torch's own folder, made at import where Triton is installed
+    with start(command, tmp_path / "log", SCRIPT=SLOW, TMPDIR=str(scratch), TORCHINDUCTOR_CACHE_DIR=caches) as running:
         engine = running.engine().pid
         Stream(running, 2000)
         running.process.kill()
