@@ -39,8 +39,20 @@ class Nvfp4Parts(Protocol):
         """[] fp32."""
 
 
+class _Values:
+    """A weight stored as the matrix `values` [N, K]."""
+
+    __slots__ = ()
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.values.shape[0], self.values.shape[1]
+
+
 @dataclass(frozen=True, slots=True)
-class Fp8RowWeight:
+class Fp8RowWeight(_Values):
     """e4m3 with one scale a row: weight[n, k] = values[n, k] * scales[n]."""
 
     values: torch.Tensor
@@ -48,14 +60,9 @@ class Fp8RowWeight:
     scales: torch.Tensor
     """[N] fp32."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.values.shape[0], self.values.shape[1]
-
 
 @dataclass(frozen=True, slots=True)
-class Bf16Weight:
+class Bf16Weight(_Values):
     """A plain weight."""
 
     values: torch.Tensor
@@ -63,25 +70,15 @@ class Bf16Weight:
     fp8: Fp8RowWeight | None = None
     """Copy for many rows, or None to use `values`."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.values.shape[0], self.values.shape[1]
-
 
 @dataclass(frozen=True, slots=True)
-class Fp8BlockWeight:
+class Fp8BlockWeight(_Values):
     """e4m3 with one scale for each 128 x 128 block: weight = values * scales of the block."""
 
     values: torch.Tensor
     """[N, K] float8_e4m3fn."""
     scales: torch.Tensor
     """[ceil(N / 128), ceil(K / 128)] fp32."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.values.shape[0], self.values.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
