@@ -10,11 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sparkinfer.errors import ConfigError
-from sparkinfer.identity import engine_digest, model_digest
+from sparkinfer.identity import engine_digest
 from sparkinfer_eval import metrics, token_load
 from sparkinfer_eval.cells import Cell, cell_digest, load_cells, resolve_cells
 from sparkinfer_eval.host.servers import Running
 from sparkinfer_eval.host.site import Host, program
+from sparkinfer_eval.plan.identity import folder_digest
 from sparkinfer_eval.records import RawResult, read_records, write_records
 
 WARM_TOKENS = 16
@@ -59,8 +60,8 @@ def quick_cell(host: Host, run: str, server: Running, cell: Cell, rep: int, seed
         digest = engine_digest() if server.engine == "sparkinfer" else f"bundle:{server.engine}"
         result = RawResult(
             run=run, block=1, engine=out.parts[-4], engine_version="", engine_digest=digest, model=server.model,
-            model_digest=model_digest(model), cell=cell.id, rep=rep, cell_definition=cell.definition(),
-            cell_digest=cell_digest(cell), prompts_sha256=prompts.hexdigest(), command=sys.argv,
+            model_digest=folder_digest(model, host.work / "digests"), cell=cell.id, rep=rep,
+            cell_definition=cell.definition(), cell_digest=cell_digest(cell), prompts_sha256=prompts.hexdigest(), command=sys.argv,
             started_at=started.isoformat(timespec="seconds"), tool={"name": "token_load", "version": "1"},
         )  # fmt: skip
         staging = out.with_name(f".{out.name}.part")
