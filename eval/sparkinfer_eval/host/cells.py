@@ -59,11 +59,22 @@ def quick_cell(host: Host, run: str, server: Running, cell: Cell, rep: int, seed
         prompts = hashlib.sha256("".join(r.prompt_sha256 for r in sorted(records, key=lambda r: r.request_id)).encode())
         digest = engine_digest() if server.engine == "sparkinfer" else f"bundle:{server.engine}"
         result = RawResult(
-            run=run, block=1, engine=out.parts[-4], engine_version="", engine_digest=digest, model=server.model,
-            model_digest=folder_digest(model, host.work / "digests"), cell=cell.id, rep=rep,
-            cell_definition=cell.definition(), cell_digest=cell_digest(cell), prompts_sha256=prompts.hexdigest(),
-            command=sys.argv, started_at=started.isoformat(timespec="seconds"), tool={"name": "token_load", "version": "1"},
-        )  # fmt: skip
+            run=run,
+            block=1,
+            engine=out.parts[-4],
+            engine_version="",
+            engine_digest=digest,
+            model=server.model,
+            model_digest=folder_digest(model, host.work / "digests"),
+            cell=cell.id,
+            rep=rep,
+            cell_definition=cell.definition(),
+            cell_digest=cell_digest(cell),
+            prompts_sha256=prompts.hexdigest(),
+            command=sys.argv,
+            started_at=started.isoformat(timespec="seconds"),
+            tool={"name": "token_load", "version": "1"},
+        )
         staging = out.with_name(f".{out.name}.part")
         staging.mkdir(parents=True, exist_ok=True)
         write_records(staging / "records.jsonl", records)
