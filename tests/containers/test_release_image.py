@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
+from packageurl import PackageURL
 from sparkinfer_containers import cli, ship
 from sparkinfer_containers.image import daemon
 from sparkinfer_containers.image.build import LIBRARY, SOURCE_LABEL
@@ -199,6 +201,27 @@ def test_unpacked_size(image: Path) -> None:
     assert record["unpacked_bytes"] < 700e6
     assert sum(layer["size"] for layer in record["layers"]) == record["unpacked_bytes"]
     assert all(item["bytes"] and item["reason"] for item in record["left_out"])
+
+
+def plain(name: str) -> str:
+    """A Python package's name in its normal form (PEP 503)."""
+    return re.sub("[._-]+", "-", name.lower())
+
+
+def test_sbom_lists_what_is_installed(image: Path, pulled: Path) -> None:
+    """Against the image's own records: dpkg's status file and the dist-info folders."""
+    listed = json.loads((image / "sbom.json").read_text())["components"]
+    purls = {PackageURL.from_string(item["purl"]) for item in listed}
+    named = {(item.type, item.name if item.type == "deb" else plain(item.name), item.version) for item in purls}
+    installed = set()
+    for text in (pulled / "root" / "var" / "lib" / "dpkg" / "status").read_text().strip().split("\n\n"):
+        found = dict(re.findall(r"^(Package|Version): (.+)$", text, re.MULTILINE))
+        installed.add(("deb", found["Package"], found["Version"]))
+    for folder in (pulled / "root" / LIBRARY).glob("*.dist-info"):
+        found = dict(re.findall(r"^(Name|Version): (.+)$", (folder / "METADATA").read_text(), re.MULTILINE))
+        installed.add(("pypi", plain(found["Name"]), found["Version"]))
+    assert named == installed
+    assert any(name == "sparkinfer" for _, name, _ in named)
 
 
 def test_image_without_a_model_says_what_to_do(pulled: Path, tmp_path: Path) -> None:

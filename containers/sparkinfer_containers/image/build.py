@@ -227,7 +227,8 @@ def _build(recipe: Recipe, repository: Path, revision: str, work: Path, caches: 
     )
     made = work / "made"
     (made / "provenance.json").write_text(json.dumps(provenance, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    (made / "sbom.json").write_text(sbom.make(recipe, image.digest, lock, locked), encoding="utf-8")
+    own = wheels.Wheel("sparkinfer", recipe.version, file_sha256(project))
+    (made / "sbom.json").write_text(sbom.make(recipe, image.digest, lock, [*locked, own]), encoding="utf-8")
     return {
         "schema": "sparkinfer/image/v1",
         "reference": recipe.reference,
