@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from .conftest import ROOT
 
@@ -37,7 +38,7 @@ def test_plain_release_takes_the_cpu_profile_and_says_so(snakemake: Run) -> None
     assert jobs["environment"] == 3
 
 
-@pytest.mark.parametrize("profile", ["h200", "rtx5090"])
+@pytest.mark.parametrize("profile", ["h200", "rtx5090", "slurm", "kubernetes"])
 def test_gpu_profiles_dry_run_without_a_gpu(snakemake: Run, profile: str) -> None:
     done = snakemake("release", "-n", "--profile", f"workflow/profiles/{profile}")
     assert done.returncode == 0, done.stdout
@@ -45,6 +46,35 @@ def test_gpu_profiles_dry_run_without_a_gpu(snakemake: Run, profile: str) -> Non
     # Two models, two engines, two blocks: 12 closed-loop cells and two arrival rates each.
     assert (jobs["sweep"], jobs["arrivals"], jobs["model"]) == (96, 16, 2)
     assert "does not exist: a run will stop there" in done.stdout
+
+
+def test_slurm_gets_all_that_needs_the_device_as_one_job(snakemake: Run) -> None:
+    done = snakemake("release", "-n", "--profile", "workflow/profiles/slurm")
+    jobs = counts(done.stdout)
+    (start,) = re.finditer(r"Group job (\w+) ", done.stdout)
+    assert start.group(1) == "measure"
+    measured = ("check", "scores", "sweep", "arrivals")
+    # Jobs of a group are indented below its line.
+    grouped = re.findall(r"^    rule (\w+):$", done.stdout[start.end() :], re.MULTILINE)
+    assert {name: grouped.count(name) for name in set(grouped)} == {name: jobs[name] for name in measured}
+    assert len(re.findall(r"gpu=1", done.stdout)) == len(grouped)
+
+
+def test_kubernetes_job_has_what_a_release_needs() -> None:
+    job = yaml.safe_load((ROOT / "workflow/kubernetes/release.yaml").read_text(encoding="utf-8"))
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    profile = re.search(r'ARGS="--profile (\S+)"', container["args"][0])
+    assert profile
+    assert (ROOT / profile.group(1) / "config.yaml").is_file()
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    state = {item["name"]: item["value"] for item in container["env"]}["ATTEST_STATE"]
+    # Keys of the private instance are refused inside a work tree.
+    assert not state.startswith(container["workingDir"])
+    assert state.startswith(mounts["workspace"])
 
 
 def test_gpu_is_found_by_compute_capability(snakemake: Run, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ CHOICES = {}
 # The engine that is shipped, and so signed.
 ENGINE = "sparkinfer"
 IS_MAIN = workflow.exec_mode == ExecMode.DEFAULT
+# Whether this process starts jobs on its host: the workflow does, and so does a job that a cluster's scheduler started.
+STARTS_JOBS = workflow.exec_mode != ExecMode.SUBPROCESS
 
 
 def choose_engine(target, settings):
@@ -112,7 +114,7 @@ CELL_IDS = {
     for kind in ("closed", "poisson")
 }
 
-if IS_MAIN:
+if STARTS_JOBS:
     # The lease's watchdog watches this process: when it is gone, the server it holds is killed.
     os.environ.update(EVALUATION_WORKFLOW_PID=str(os.getpid()))
 
