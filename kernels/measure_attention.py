@@ -109,17 +109,23 @@ def queries(count: int, heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.
 
 
 def decode(
-    model: str, lengths: list[int], layers: int, config: TileConfig | None = None, dtype: torch.dtype = torch.bfloat16
+    model: str,
+    lengths: list[int],
+    layers: int,
+    config: TileConfig | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    independent: bool = False,
 ) -> None:
-    """Check and time decode rows of the given context lengths."""
+    """Check and time decode rows of the given context lengths; `independent` as in `make_workspace`."""
     heads, kv_heads = SHAPES[model]
     n = len(lengths)
     pool = Pool(lengths, kv_heads, layers, dtype)
     q, gate = queries(n, heads, kv_heads)
     out = torch.full((n, heads, D), torch.nan, device=DEVICE, dtype=torch.bfloat16)
     work = attention.make_workspace(
-        n, 0, 0, heads, kv_heads, D, DEVICE, decode_config=config, fp8_cache=dtype == torch.float8_e4m3fn
-    )
+        n, 0, 0, heads, kv_heads, D, DEVICE, decode_config=config, fp8_cache=dtype == torch.float8_e4m3fn,
+        independent=independent,
+    )  # fmt: skip
     positions = torch.tensor(lengths, device=DEVICE, dtype=torch.int32) - 1
     attention.plan(work, positions)
 
@@ -143,7 +149,8 @@ def decode(
     shape = f"{n} x {lengths[0]}" if len(set(lengths)) == 1 else f"{n} ragged, {sum(lengths)} tokens"
     used = work.decode_config
     print(
-        f"decode {model} {shape} {str(dtype)[6:]} tile {used.tokens} warps {used.warps} stages {used.stages} "
+        f"decode {model} {shape} {str(dtype)[6:]}{' independent' if independent else ''} "
+        f"tile {used.tokens} warps {used.warps} stages {used.stages} "
         f"programs {used.programs}: error {worst:.1e}{'' if same else ' NOT REPEATABLE'}, {us:.1f} us, "
         f"{size / us / 1e6:.2f} TB/s, plan {plan_us:.1f} us",
         flush=True,

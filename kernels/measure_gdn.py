@@ -3,7 +3,7 @@
     python kernels/measure_gdn.py [decode] [prefill] [parts] [sweep]
 
 SHARD=i/n compiles and times only every n-th variant of a sweep: n processes fill the compiler's cache for the one that
-times. TUNING="sm_90 candidate" takes that entry of `tuned.json` instead of the architecture's own.
+times. TUNING="sm_120" (say) takes that entry of `tuned.json` instead of the architecture's own.
 
 Prints microseconds a layer, bytes moved over that time, and for prefill the operations of the chunked form.
 """
