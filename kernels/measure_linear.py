@@ -347,6 +347,7 @@ def main() -> None:
         else:
             {
                 "check": check,
+                "check_fp8": check_fp8,
                 "check_large": check_large,
                 "table": table,
                 "large": large,
