@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures a DFlash2 drafter inside vLLM on a GPU: `vllm_acceptance.py {prompts,run} --help`.
+"""Measures a DFlash2 drafter inside vLLM on a GPU: `vllm_acceptance.py {prompts,run,compare} --help`.
 
 The logic is in `sparkinfer_models.vllm_acceptance`.
 """

@@ -1,8 +1,9 @@
-"""Mean accepted length of a drafter inside vLLM: its server, its counters, the prompts of the reference loop.
+"""Mean accepted length of a drafter inside vLLM, over the prompts of the reference loop.
 
 vLLM drafts greedily at every temperature unless `draft_sample_method` says otherwise, and goes on past stop tokens with
-`ignore_eos`: `train_drafter.py measure --greedy-drafts --ignore-stop` is the reference loop's twin. Its counters
-are read before and after each group of prompts; a group's sums are the unit of the standard error.
+`ignore_eos`: `train_drafter.py measure --greedy-drafts --ignore-stop` is the reference loop's twin. Each answer says
+how many drafts its steps accepted, and the server's counters have to say the same in all. A server without such answers
+is read by its counters alone, before and after each group of prompts; a group's sums are then the unit of the error.
 """
 
 from __future__ import annotations
@@ -11,15 +12,9 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import re
-import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,12 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
+from sparkinfer_models.acceptance_table import add_compare, compare
+from sparkinfer_models.vllm_server import Server, causes, end_group, free_port, launch, server_command
 
 DRAFTS = 7
 TEMPERATURES = (0.0, 0.7, 1.0)
 SETTLE_S = 0.3
+COUNTERS_S = 5.0
 START_S = 400.0
-STOP_S = 20.0
+MAX_MODEL_LEN = 512
 COUNTERS = {
     "verifications": "vllm:spec_decode_num_drafts_total",
     "drafted": "vllm:spec_decode_num_draft_tokens_total",
@@ -43,7 +41,7 @@ POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """vLLM's counters since its start; `per_position` holds how often draft 1, 2, ... was accepted."""
+    """Of an answer, a group or since a server's start; `per_position`: how often draft 1, 2, ... was accepted."""
 
     verifications: int
     drafted: int
@@ -59,6 +57,13 @@ class Counts:
             self.accepted - other.accepted,
             tuple(a - b for a, b in places),
         )
+
+    @classmethod
+    def of_histogram(cls, histogram: Sequence[int]) -> Counts:
+        """`histogram[j]` steps accepted the first j drafts of `len(histogram) - 1`."""
+        steps, drafts = sum(histogram), len(histogram) - 1
+        places = tuple(sum(histogram[place:]) for place in range(1, drafts + 1))
+        return cls(steps, steps * drafts, sum(places), places)
 
 
 def parse_counters(text: str) -> Counts:
@@ -84,19 +89,22 @@ def parse_counters(text: str) -> Counts:
     return Counts(int(values["verifications"]), int(values["drafted"]), int(values["accepted"]), per_position)
 
 
-def summarise(temperature: float, prompts: int, groups: Sequence[Counts]) -> dict[str, Any]:
-    """A row comparable with `acceptance.Acceptance`. Raises ConfigError when nothing was verified."""
-    accepted, verifications = sum(g.accepted for g in groups), sum(g.verifications for g in groups)
+def summarise(temperature: float, prompts: int, unit: str, parts: Sequence[Counts]) -> dict[str, Any]:
+    """A row comparable with `acceptance.Acceptance`; `unit` says what a part is, `answer` or `group`.
+
+    Raises ConfigError when nothing was verified.
+    """
+    accepted, verifications = sum(g.accepted for g in parts), sum(g.verifications for g in parts)
     if not verifications:
         raise ConfigError("no draft was verified: are the answers longer than one token?")
     mean = accepted / verifications
-    n = len(groups)
+    n = len(parts)
     error = None
     if n > 1:
-        # Ratio estimator over groups: drafts of one answer are not independent.
-        squares = sum((g.accepted - mean * g.verifications) ** 2 for g in groups)
+        # Ratio estimator: drafts of one answer are not independent.
+        squares = sum((g.accepted - mean * g.verifications) ** 2 for g in parts)
         error = round(math.sqrt(squares / (n - 1) / n) / (verifications / n), 4)
-    places = [sum(place) for place in zip(*(g.per_position for g in groups), strict=True)]
+    places = [sum(place) for place in zip(*(g.per_position for g in parts), strict=True)]
     return {
         "temperature": temperature,
         "prompts": prompts,
@@ -104,8 +112,10 @@ def summarise(temperature: float, prompts: int, groups: Sequence[Counts]) -> dic
         "mean": round(mean, 4),
         "standard_error": error,
         "tokens_per_step": round(1 + mean, 4),
-        "drafted_per_step": round(sum(g.drafted for g in groups) / verifications, 4),
+        "drafted_per_step": round(sum(g.drafted for g in parts) / verifications, 4),
         "per_position": [round(place / verifications, 4) for place in places],
+        "unit": unit,
+        "sums": [[g.accepted, g.verifications] for g in parts],
     }
 
 
@@ -120,106 +130,102 @@ def read_prompts(path: Path) -> list[list[int]]:
     return rows
 
 
-class Server:
-    """A running server. `url` has no trailing slash."""
-
-    def __init__(self, url: str, model: str, timeout_s: float = 300.0) -> None:
-        self.url, self.model, self._timeout_s = url, model, timeout_s
-
-    def get(self, path: str) -> str:
-        """Raises EnvironmentProblem when the server does not answer with 200."""
-        return self._read(urllib.request.Request(self.url + path))
-
-    def complete(self, prompt: list[int], tokens: int, temperature: float, seed: int) -> None:
-        """One answer of exactly `tokens` tokens. Raises EnvironmentProblem when it is anything else."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": temperature}
-        data = json.dumps({**body, "seed": seed, "ignore_eos": True}).encode()
-        headers = {"Content-Type": "application/json"}
-        answer = json.loads(self._read(urllib.request.Request(self.url + "/v1/completions", data, headers)))
-        count = answer["usage"]["completion_tokens"]
-        if count != tokens:
-            raise EnvironmentProblem(f"the server answered with {count} tokens, {tokens} were asked for")
-
-    def _read(self, request: urllib.request.Request) -> str:
-        # A proxy of the environment is not asked for a server of this host.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(request, timeout=self._timeout_s) as answer:
-                return str(answer.read().decode())
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:300]
-            raise EnvironmentProblem(f"{request.full_url} answered {error.code}: {text}") from error
-        except OSError as error:
-            raise EnvironmentProblem(f"{request.full_url} does not answer: {error}") from error
-
-
 def measure(server: Server, prompts: list[list[int]], tokens: int, temperature: float, at_once: int) -> dict[str, Any]:
-    """Answer all prompts in groups of `at_once` and take the counters between them."""
+    """Answer all prompts, `at_once` at a time. Raises EnvironmentProblem when answers and counters disagree."""
+    before = parse_counters(server.get("/metrics"))
+    with ThreadPoolExecutor(at_once) as pool:
+        first = server.complete(prompts[0], tokens, temperature, 0)
+        if first.histogram is None:
+            return _by_groups(server, prompts, tokens, temperature, at_once)
+        rest = pool.map(lambda i: server.complete(prompts[i], tokens, temperature, i), range(1, len(prompts)))
+        histograms = [first.histogram, *(answer.histogram for answer in rest)]
+    parts = [Counts.of_histogram(histogram) for histogram in histograms if histogram is not None]
+    total = sum(part.verifications for part in parts), sum(part.accepted for part in parts)
+    deadline = time.monotonic() + COUNTERS_S
+    while True:
+        # The last step's counts reach /metrics a moment after its answer.
+        counted = parse_counters(server.get("/metrics")).minus(before)
+        if (counted.verifications, counted.accepted) == total:
+            return summarise(temperature, len(prompts), "answer", parts)
+        if time.monotonic() > deadline:
+            raise EnvironmentProblem(
+                f"the answers tell of {total[0]} verifications and {total[1]} accepted drafts, /metrics of "
+                f"{counted.verifications} and {counted.accepted}: does something else use this server?"
+            )
+        time.sleep(0.1)
+
+
+def _by_groups(
+    server: Server, prompts: list[list[int]], tokens: int, temperature: float, at_once: int
+) -> dict[str, Any]:
     groups = []
+    time.sleep(SETTLE_S)
     before = parse_counters(server.get("/metrics"))
     with ThreadPoolExecutor(at_once) as pool:
         for first in range(0, len(prompts), at_once):
             group = list(enumerate(prompts))[first : first + at_once]
             list(pool.map(lambda item: server.complete(item[1], tokens, temperature, item[0]), group))
-            # The last step's counts reach /metrics a moment after its answer.
             time.sleep(SETTLE_S)
             now = parse_counters(server.get("/metrics"))
             groups.append(now.minus(before))
             before = now
-    return summarise(temperature, len(prompts), groups)
+    return summarise(temperature, len(prompts), "group", groups)
 
 
-def server_command(args: argparse.Namespace, port: int) -> list[str]:
-    """vLLM's command line."""
-    speculative = {"method": "dflash", "model": str(args.drafter.absolute()), "num_speculative_tokens": args.drafts}
-    if args.probabilistic:
-        speculative["draft_sample_method"] = "probabilistic"
-    command = [args.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.target.absolute())]
-    command += ["--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype]
-    command += ["--max-model-len", str(args.max_model_len), "--speculative-config", json.dumps(speculative)]
-    return command + args.vllm_arg
+def speculation(drafter: Path, drafts: int = DRAFTS, probabilistic: bool = False) -> dict[str, object]:
+    """vLLM's `--speculative-config`."""
+    config: dict[str, object] = {"method": "dflash", "model": str(drafter.absolute()), "num_speculative_tokens": drafts}
+    return config | ({"draft_sample_method": "probabilistic"} if probabilistic else {})
 
 
 @contextlib.contextmanager
 def started(args: argparse.Namespace) -> Iterator[Server]:
     """vLLM with the drafter, ready. Raises EnvironmentProblem with the end of its log when it does not come up."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = Server(f"http://127.0.0.1:{port}", "target")
-    with args.log.open("wb") as log:
-        # `python -m` looks for modules in the working folder first: this project's own folders must not be there.
-        process = subprocess.Popen(
-            server_command(args, port),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=args.log.absolute().parent,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-        )
+    port = free_port()
+    server = Server(f"http://127.0.0.1:{port}")
+    speculative = speculation(args.drafter, args.drafts, args.probabilistic)
+    command = server_command(
+        args.python,
+        args.target,
+        port,
+        max_model_len=args.max_model_len,
+        dtype=args.dtype,
+        speculative=speculative,
+        extra=args.vllm_arg,
+    )
+    process = launch(command, args.log)
     try:
         deadline = time.monotonic() + args.start_s
-        while True:
-            try:
-                server.get("/health")
-                break
-            except EnvironmentProblem as error:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    lines = args.log.read_text(errors="replace").splitlines()
-                    # The cause of a dead engine stands before the server's own traceback.
-                    causes = [line for line in lines if "Error" in line][-8:]
-                    text = "\n".join([*causes, *lines[-10:]])
-                    raise EnvironmentProblem(f"vLLM did not come up (log {args.log}):\n{text}") from error
-                time.sleep(0.5)
+        while not server.ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise EnvironmentProblem(f"vLLM did not come up (log {args.log}):\n{causes(args.log)}")
+            time.sleep(0.5)
         yield server
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        end_group(process.pid)
+        process.wait()
+
+
+def document(
+    server: Server, target: Path, drafter: Path, rows: list[dict[str, Any]], **facts: object
+) -> dict[str, Any]:
+    """What is kept of a measurement."""
+    version = json.loads(server.get("/version"))["version"]
+    return {
+        "engine": f"vLLM {version}",
+        "target": target.name,
+        "drafter": drafter.name,
+        "ignore_stop": True,
+        **facts,
+        "rows": rows,
+    }
+
+
+def write_document(path: Path, content: dict[str, Any]) -> None:
+    """To a temporary name first."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(content) + "\n")
+    temporary.replace(path)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -234,15 +240,11 @@ def run(args: argparse.Namespace) -> None:
         server.complete(prompts[0], args.tokens, 0.0, 0)
         for temperature in args.temperatures:
             rows.append(measure(server, prompts, args.tokens, temperature, args.at_once))
-            print(json.dumps(rows[-1]), flush=True)
-        version = json.loads(server.get("/version"))["version"]
-    if args.json:
-        summary = {"engine": f"vLLM {version}", "target": args.target.name, "drafter": args.drafter.name}
-        summary |= {"dtype": args.dtype, "drafts": args.drafts, "tokens": args.tokens, "ignore_stop": True}
-        summary |= {"draft_sample_method": "probabilistic" if args.probabilistic else "greedy", "rows": rows}
-        temporary = args.json.with_name(args.json.name + ".part")
-        temporary.write_text(json.dumps(summary, indent=1) + "\n")
-        temporary.replace(args.json)
+            print(json.dumps({key: value for key, value in rows[-1].items() if key != "sums"}), flush=True)
+        if args.json:
+            method = "probabilistic" if args.probabilistic else "greedy"
+            facts = {"dtype": args.dtype, "drafts": args.drafts, "tokens": args.tokens, "draft_sample_method": method}
+            write_document(args.json, document(server, args.target, args.drafter, rows, **facts))
 
 
 def write_prompts(args: argparse.Namespace) -> None:
@@ -263,18 +265,18 @@ def parser() -> argparse.ArgumentParser:
     prompts.add_argument("--count", type=int, default=64)
     prompts.add_argument("--length", type=int, default=128)
     prompts.add_argument("--out", type=Path, required=True)
-    command = commands.add_parser("run", help="start vLLM with the drafter, answer the prompts, read its counters")
+    command = commands.add_parser("run", help="start vLLM with the drafter, answer the prompts, read what was accepted")
     command.add_argument("--target", type=Path, required=True)
     command.add_argument("--drafter", type=Path, required=True)
     command.add_argument("--prompts", type=Path, required=True, help="file that `prompts` wrote")
     command.add_argument("--limit", type=int, default=0, help="take so many prompts only")
     command.add_argument("--tokens", type=int, default=128, help="length of each answer; stop tokens are ignored")
     command.add_argument("--temperatures", type=float, nargs="+", default=list(TEMPERATURES))
-    command.add_argument("--at-once", type=int, default=8, help="prompts in a group, answered together")
+    command.add_argument("--at-once", type=int, default=8, help="prompts that are answered together")
     command.add_argument("--drafts", type=int, default=DRAFTS)
     command.add_argument("--probabilistic", action="store_true", help="drafts with the request's temperature")
     command.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    command.add_argument("--max-model-len", type=int, default=512)
+    command.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
     command.add_argument("--python", default=sys.executable, help="interpreter that has vLLM")
     command.add_argument("--vllm-arg", action="append", default=[], metavar="ARG", help="one more argument for vLLM")
     command.add_argument("--start-s", type=float, default=START_S, help="seconds until vLLM must be up")
@@ -282,15 +284,15 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--model", default="target", help="name of the model at --url")
     command.add_argument("--log", type=Path, default=Path("vllm.log"))
     command.add_argument("--json", type=Path)
+    add_compare(commands)
     return top
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code: 2 bad input, 3 vLLM cannot be had."""
+    """Entry point; returns the exit code: 1 they differ, 2 bad input, 3 vLLM cannot be had."""
     args = parser().parse_args(argv)
     try:
-        {"prompts": write_prompts, "run": run}[args.command](args)
+        return {"prompts": write_prompts, "run": run, "compare": compare}[args.command](args) or 0
     except SparkinferError as error:
         print(f"vllm_acceptance.py: {error}", file=sys.stderr)
         return error.exit_code
-    return 0

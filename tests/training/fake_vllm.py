@@ -1,7 +1,8 @@
 """Stands in for vLLM's API server: the endpoints that `vllm_acceptance` uses, with counters that add up.
 
 Each answer of n tokens counts as (n - 1) / 4 verifications of 7 drafts with three accepted. `FAKE_VLLM` set to `dead`
-makes it end at once with an error, `plain` leaves the counters out, `short` answers with one token too few.
+makes it end at once with an error, `plain` leaves the counters out, `short` answers with one token too few, `mute` says
+nothing of an answer's own acceptance, `busy` counts a verification that belongs to no answer.
 """
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert body["ignore_eos"]
         assert isinstance(body["prompt"], list)
+        verifications = (body["max_tokens"] - 1) // 4
         with LOCK:
-            steps += (body["max_tokens"] - 1) // 4
-        self.reply(json.dumps({"usage": {"completion_tokens": body["max_tokens"] - (MODE == "short")}}))
+            steps += verifications + (MODE == "busy")
+        answer: dict[str, object] = {"usage": {"completion_tokens": body["max_tokens"] - (MODE == "short")}}
+        if MODE != "mute":
+            answer["metrics"] = {"speculative_decoding": {"acceptance_histogram": [0, 0, 0, verifications, 0, 0, 0, 0]}}
+        self.reply(json.dumps(answer))
 
     def reply(self, text: str) -> None:
         self.send_response(200)
@@ -66,6 +71,7 @@ def main() -> None:
     assert arguments[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
     speculative = json.loads(arguments[arguments.index("--speculative-config") + 1])
     assert speculative["method"] == "dflash"
+    assert arguments[arguments.index("--per-request-spec-decode-metrics") + 1] == "summary"
     if MODE == "dead":
         sys.exit("ValueError: no such drafter")
     port = int(arguments[arguments.index("--port") + 1])

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from sparkinfer_models import vllm_acceptance, vllm_checks
+from sparkinfer_models.acceptance_table import difference
 from sparkinfer_models.checkpoint import load_network
 from sparkinfer_models.drafter import load_drafter
 from sparkinfer_models.speculate import Speculator
@@ -20,19 +22,41 @@ DENSE = ROOT / "models" / "spark-tiny-dense"
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
-    """Of a run against the stand-in: it is started as the interpreter that has vLLM."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/training/fake_vllm.py "$@"\n')
-    python.chmod(0o755)
-    prompts = tmp_path / "prompts.json"
-    prompts.write_text(json.dumps([[1, 2, 3]] * 6))
+def python(tmp_path: Path) -> Path:
+    """The stand-in, started as the interpreter that has vLLM."""
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/training/fake_vllm.py "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Six prompts."""
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps([[1, 2, 3]] * 6))
+    return path
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, python: Path, prompts: Path) -> list[str]:
+    """Of a run against the stand-in."""
     options = {"target": DENSE, "drafter": f"{DENSE}-dflash2", "prompts": prompts, "python": python, "tokens": 9,
                "at-once": 2, "log": tmp_path / "log", "json": tmp_path / "out.json"}  # fmt: skip
     return ["run", *(str(item) for name, value in options.items() for item in (f"--{name}", value))]
 
 
-def test_a_run_reads_the_counters(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("mode", "unit", "parts"), [("", "answer", 6), ("mute", "group", 3)])
+def test_a_run_reads_answers_and_counters(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+    unit: str,
+    parts: int,
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", mode)
     assert main(arguments) == 0
     document = json.loads((tmp_path / "out.json").read_text())
     assert document["engine"] == "vLLM 0.30.0"
@@ -42,17 +66,25 @@ def test_a_run_reads_the_counters(arguments: list[str], tmp_path: Path, capsys: 
         assert (row["verifications"], row["mean"], row["drafted_per_step"]) == (12, 3.0, 7.0)
         assert row["per_position"] == [1, 1, 1, 0, 0, 0, 0]
         assert row["standard_error"] == 0
+        assert row["unit"] == unit
+        assert row["sums"] == [[36 // parts, 12 // parts]] * parts
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 @pytest.mark.parametrize(
     ("mode", "words"),
-    [("dead", "no such drafter"), ("plain", "does this server speculate"), ("short", "answered with 8 tokens")],
+    [
+        ("dead", "no such drafter"),
+        ("plain", "does this server speculate"),
+        ("short", "answered with 8 tokens"),
+        ("busy", "does something else use this server"),
+    ],
 )
 def test_what_goes_wrong_is_said(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str, words: str
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", mode)
+    monkeypatch.setattr(vllm_acceptance, "COUNTERS_S", 0.3)
     assert main(arguments) == 3
     assert words in capsys.readouterr().err
 
@@ -77,12 +109,12 @@ def test_counters_of_several_engines_add_up() -> None:
 
 
 def test_summary_is_the_ratio_with_its_error() -> None:
-    row = summarise(0.0, 4, [Counts(10, 70, 20, (10, 10)), Counts(30, 210, 90, (30, 30))])
+    row = summarise(0.0, 4, "group", [Counts(10, 70, 20, (10, 10)), Counts(30, 210, 90, (30, 30))])
     assert (row["mean"], row["tokens_per_step"], row["per_position"]) == (2.75, 3.75, [1.0, 1.0])
     # Residuals -7.5 and 7.5: sqrt(112.5 / 1 / 2) / 20.
     assert row["standard_error"] == pytest.approx(0.375)
     with pytest.raises(ConfigError, match="no draft was verified"):
-        summarise(0.0, 1, [Counts(0, 0, 0, ())])
+        summarise(0.0, 1, "group", [Counts(0, 0, 0, ())])
 
 
 def test_greedy_drafts_are_the_same_at_every_temperature() -> None:
@@ -94,3 +126,72 @@ def test_greedy_drafts_are_the_same_at_every_temperature() -> None:
     assert len(decoded.tokens) == 24
     # Rejected or accepted, the text is the target's own: drafting decides the speed only.
     assert decoded.tokens == Speculator(network, drafter, ignore_stop=True).decode(prompt, 24, 1.0, seed=3).tokens
+
+
+def test_a_histogram_is_counted() -> None:
+    assert Counts.of_histogram([2, 1, 0, 3]) == Counts(6, 18, 10, (4, 3, 3))
+
+
+def row(temperature: float, sums: list[list[int]]) -> dict[str, object]:
+    """As much of a row as is compared."""
+    return {"temperature": temperature, "prompts": len(sums), "sums": sums, "standard_error": 0.1}
+
+
+def test_what_prompts_contribute_to_both_cancels() -> None:
+    sums = [[10, 10], [60, 10], [20, 10], [50, 10]]
+    other = [[a + 1, b] for a, b in sums]
+    paired = difference(0.0, row(0.0, sums), row(0.0, other))
+    assert paired.paired
+    assert paired.difference == pytest.approx(-0.1)
+    assert paired.error == pytest.approx(0, abs=1e-12)
+    assert not (alone := difference(0.0, row(0.0, sums), row(0.0, other[:2] * 4))).paired
+    assert alone.error > 1
+
+
+def test_measurements_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sums = [[10, 10], [60, 10], [20, 10], [50, 11]]
+    rows = {"first": sums, "same": [[11, 10], [58, 10], [20, 10], [51, 11]], "worse": [[a - 8, b] for a, b in sums]}
+    for name, values in rows.items():
+        document = {"engine": name, "target": "T", "drafter": "D", "tokens": 9, "rows": [row(0.7, values)]}
+        (tmp_path / name).write_text(json.dumps(document))
+    first, same, worse = (str(tmp_path / name) for name in rows)
+    assert main(["compare", first, same]) == 0
+    assert main(["compare", first, worse]) == 1
+    assert "**no**" in capsys.readouterr().out
+    (tmp_path / "same").write_text(json.dumps({**document, "tokens": 10}))
+    assert main(["compare", first, same]) == 2
+    assert "tokens is 9 in one and 10" in capsys.readouterr().err
+    (tmp_path / "same").write_text("{}")
+    assert main(["compare", first, same]) == 2
+
+
+def test_phases_of_several_servers(
+    tmp_path: Path, python: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, out = ["--state", str(tmp_path / "state")], tmp_path / "out"
+    names = ["dense-dflash2", "moe-dflash2"]
+    command = ["measure", *state, "--prompts", str(prompts), "--out", str(out)]
+    assert vllm_checks.main(["wait", *state, "1"]) == 2
+    assert vllm_checks.main(["start", *state, "--only", *names, "--python", str(python)]) == 0
+    try:
+        assert vllm_checks.main(["start", *state, "--only", *names, "--python", str(python)]) == 2
+        assert vllm_checks.main(["wait", *state, "30"]) == 0
+        assert vllm_checks.main([*command, "--temperatures", "0"]) == 0
+        # A second call measures what is missing.
+        assert vllm_checks.main([*command, "--temperatures", "0", "1"]) == 0
+        servers = vllm_checks.read_servers(tmp_path / "state")
+    finally:
+        assert vllm_checks.main(["stop", *state]) == 0
+    assert not any(server.alive() for server in servers)
+    for name in names:
+        document = json.loads((out / f"{name}.json").read_text())
+        assert [row["temperature"] for row in document["rows"]] == [0, 1]
+        assert document["rows"][0]["mean"] == 3
+    assert capsys.readouterr().out.count("dense-dflash2: {") == 2
+    monkeypatch.setenv("FAKE_VLLM", "dead")
+    assert vllm_checks.main(["start", *state, "--only", names[0], "--python", str(python)]) == 0
+    assert vllm_checks.main(["wait", *state, "30"]) == 3
+    assert "no such drafter" in capsys.readouterr().out
+    assert vllm_checks.main([*command, "--temperatures", "0.7"]) == 3
+    assert "is not up" in capsys.readouterr().err
+    assert vllm_checks.main(["stop", *state]) == 0

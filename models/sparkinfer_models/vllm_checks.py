@@ -1,0 +1,331 @@
+"""The reference models inside vLLM on a GPU: what its drafters accept there, and its answers from our quantised forms.
+
+A start of vLLM takes minutes, so all servers start at once, each with a small share of the device's memory, and outlive
+the command that started them. `start`, `wait`, `measure` and `stop` are commands of their own that share a folder;
+`measure` goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
+from sparkinfer_models import vllm_acceptance as acceptance
+from sparkinfer_models.vllm_server import EAGER, Server, causes, end_group, free_port, launch, server_command
+
+ROOT = Path(__file__).resolve().parents[2]
+MEMORY = ("--gpu-memory-utilization", "0.02", "--kv-cache-memory-bytes", "2G")
+"""A fixed cache: vLLM's own measuring of free memory goes wrong beside servers that start at the same time."""
+AT_ONCE = 64
+TOKENS = 128
+CONTEXT = 1024
+ANSWER_TOKENS = 64
+NOT_YET = 75
+"""Exit code of `wait` when its time is over first (EX_TEMPFAIL)."""
+QUANTIZE = "import sys; from sparkinfer.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One server: a target with its drafter, or a target in a quantised form."""
+
+    target: str
+    form: str | None = None
+    extra: tuple[str, ...] = ()
+
+    @property
+    def served(self) -> str:
+        """The model's name at the server, and of the quantised checkpoint's folder."""
+        return f"{self.target}-{self.form}" if self.form else self.target
+
+    def command(self, name: str, options: argparse.Namespace, port: int) -> list[str]:
+        """How the server is started."""
+        always = [*MEMORY, *EAGER, "--no-enable-prefix-caching", "--max-num-seqs", str(AT_ONCE), *self.extra]
+        if self.form:
+            model, length, speculative = checkpoint(options.state, name), CONTEXT + ANSWER_TOKENS + 64, None
+        else:
+            model, length = options.models / self.target, acceptance.MAX_MODEL_LEN
+            speculative = acceptance.speculation(options.models / f"{self.target}-dflash2")
+        always += options.vllm_arg
+        return server_command(
+            options.python,
+            model,
+            port,
+            max_model_len=length,
+            served=self.served,
+            speculative=speculative,
+            extra=always,
+        )
+
+
+# FP8: vLLM's default on Hopper rounds activations to FP8 as well. Marlin multiplies the stored weights with 16-bit
+# activations, which is what the 16-bit form of the checkpoint can be compared with.
+CHECKS = {
+    "dense-dflash2": Check("spark-tiny-dense"),
+    "moe-dflash2": Check("spark-tiny-moe"),
+    "dense-nvfp4": Check("spark-tiny-dense", "nvfp4"),
+    "moe-nvfp4": Check("spark-tiny-moe", "nvfp4"),
+    "dense-fp8": Check("spark-tiny-dense", "fp8", ("--linear-backend", "marlin")),
+    "moe-fp8": Check("spark-tiny-moe", "fp8", ("--linear-backend", "marlin")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A started server; `born` is the kernel's start time of the process, so that no other process is taken for it."""
+
+    name: str
+    pid: int
+    born: int
+    port: int
+    begun: float
+    command: list[str]
+
+    @property
+    def server(self) -> Server:
+        """A client."""
+        return Server(f"http://127.0.0.1:{self.port}", CHECKS[self.name].served)
+
+    def alive(self) -> bool:
+        """Whether the process runs still."""
+        found = _born(self.pid)
+        return found is not None and found == self.born
+
+
+def _born(pid: int) -> int | None:
+    """Start time in clock ticks since boot; None when the process is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def checkpoint(state: Path, name: str) -> Path:
+    """Where the quantised form lies."""
+    return state / "checkpoints" / CHECKS[name].served
+
+
+def log_of(state: Path, name: str) -> Path:
+    """A server's output. Its folder holds nothing that Python could import."""
+    return state / "logs" / f"{name}.log"
+
+
+def read_servers(state: Path) -> list[Running]:
+    """What `start` started. Raises ConfigError."""
+    try:
+        return [Running(**entry) for entry in json.loads((state / "servers.json").read_text())]
+    except FileNotFoundError as error:
+        raise ConfigError(f"{state} has no servers.json: run `start` with this --state first") from error
+
+
+def write_servers(state: Path, servers: Sequence[Running]) -> None:
+    """To a temporary name first."""
+    temporary = state / "servers.json.part"
+    temporary.write_text(json.dumps([asdict(server) for server in servers], indent=1) + "\n")
+    temporary.replace(state / "servers.json")
+
+
+def _start_one(name: str, options: argparse.Namespace) -> Running:
+    port = free_port()
+    command = CHECKS[name].command(name, options, port)
+    variables = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    process = launch(command, log_of(options.state, name), variables, options.vllm_path)
+    return Running(name, process.pid, _born(process.pid) or 0, port, time.time(), command)
+
+
+def _quantise(name: str, options: argparse.Namespace) -> None:
+    """`sparkinfer quantize`, unless the form is there. Raises EnvironmentProblem."""
+    check, target = CHECKS[name], checkpoint(options.state, name)
+    assert check.form is not None
+    if (target / "config.json").is_file():
+        return
+    arguments = ["quantize", str(options.models / check.target), str(target), "--format", check.form]
+    result = subprocess.run([sys.executable, "-c", QUANTIZE, *arguments], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise EnvironmentProblem(f"sparkinfer {' '.join(arguments)} ended with {result.returncode}: {result.stderr}")
+
+
+def _reference(name: str, options: argparse.Namespace) -> None:
+    """Scores of transformers on the form's 16-bit weights, in the background: they are needed once vLLM is up."""
+    target = _scores(options.state, name)
+    if not target.exists():
+        engine = f"transformers:{checkpoint(options.state, name)},form=16bit,device={options.reference_device}"
+        with target.with_suffix(".log").open("wb") as log:
+            command = [sys.executable, str(ROOT / "eval" / "accuracy.py"), engine, "--record", str(target)]
+            subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def _scores(state: Path, name: str) -> Path:
+    return state / f"{name}-reference.scores"
+
+
+def start(options: argparse.Namespace) -> int:
+    """Start all servers and return: those with drafters first, the others once their checkpoint is written."""
+    for folder in ("logs", "checkpoints"):
+        (options.state / folder).mkdir(parents=True, exist_ok=True)
+    if (options.state / "servers.json").exists() and any(s.alive() for s in read_servers(options.state)):
+        raise ConfigError(f"servers of {options.state} still run: `stop` them first")
+    plain = [name for name in options.only if CHECKS[name].form is None]
+    quantised = [name for name in options.only if CHECKS[name].form]
+    running = [_start_one(name, options) for name in plain]
+    write_servers(options.state, running)
+
+    def quantised_one(name: str) -> Running:
+        _quantise(name, options)
+        return _start_one(name, options)
+
+    with ThreadPoolExecutor(max(1, len(quantised))) as pool:
+        for future in [pool.submit(quantised_one, name) for name in quantised]:
+            running.append(future.result())
+            write_servers(options.state, running)
+    for name in quantised:
+        _reference(name, options)
+    print(f"started {', '.join(server.name for server in running)}")
+    return 0
+
+
+def wait(options: argparse.Namespace) -> int:
+    """Wait until every server is up or dead. 0 all up, 3 one is dead, 75 not yet."""
+    deadline = time.monotonic() + options.seconds
+    pending = {server.name: server for server in read_servers(options.state)}
+    dead = 0
+    while pending:
+        for name, server in list(pending.items()):
+            age = time.time() - server.begun
+            if server.server.ready():
+                print(f"{name}: up, seen after {age:.0f} s", flush=True)
+            elif not server.alive():
+                print(f"{name}: dead, seen after {age:.0f} s\n{causes(log_of(options.state, name))}", flush=True)
+                dead += 1
+            else:
+                continue
+            del pending[name]
+        if pending and time.monotonic() > deadline:
+            for name in pending:
+                lines = log_of(options.state, name).read_text(errors="replace").splitlines()
+                print(f"{name}: not up yet: {lines[-1][:200] if lines else 'no output'}", flush=True)
+            return NOT_YET
+        time.sleep(min(1.0, options.seconds / 10) if pending else 0)
+    return 3 if dead else 0
+
+
+def _measure_acceptance(running: Running, options: argparse.Namespace) -> str:
+    """Row by row, those that are there already left out."""
+    target = CHECKS[running.name].target
+    prompts = acceptance.read_prompts(options.prompts)
+    path = options.out / f"{running.name}.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    missing = [t for t in options.temperatures if t not in [row["temperature"] for row in rows]]
+    if missing:
+        running.server.complete(prompts[0], TOKENS, 0.0, 0)
+    for temperature in missing:
+        begun = time.monotonic()
+        row = acceptance.measure(running.server, prompts, TOKENS, temperature, AT_ONCE)
+        rows.append(row)
+        facts = {"dtype": "bfloat16", "drafts": acceptance.DRAFTS, "tokens": TOKENS, "command": running.command}
+        facts["draft_sample_method"] = "greedy"
+        folder = options.models / f"{target}-dflash2"
+        content = acceptance.document(running.server, options.models / target, folder, rows, **facts)
+        acceptance.write_document(path, content)
+        shown = {key: value for key, value in row.items() if key != "sums"}
+        print(f"{running.name}: {json.dumps(shown)} in {time.monotonic() - begun:.1f} s", flush=True)
+    return f"{running.name}: {len(rows)} temperatures in {path}"
+
+
+def _measure_accuracy(running: Running, options: argparse.Namespace) -> str:
+    """`eval/accuracy.py` of vLLM against the recorded reference."""
+    path, scores = options.out / f"{running.name}.json", _scores(options.state, running.name)
+    if path.exists():
+        return f"{running.name}: in {path} already"
+    deadline = time.monotonic() + options.seconds
+    while not scores.exists():
+        if time.monotonic() > deadline:
+            log = scores.with_suffix(".log").read_text(errors="replace")[-1500:]
+            raise EnvironmentProblem(f"{running.name}: the reference has no scores yet:\n{log}")
+        time.sleep(0.5)
+    command = [
+        sys.executable, str(ROOT / "eval" / "accuracy.py"), running.server.url, f"scores:{scores}",
+        "--model", str(checkpoint(options.state, running.name)), "--json", str(path),
+        "--record", str(options.state / f"{running.name}-vllm.scores"),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.seconds)
+    kept = [line for line in result.stderr.splitlines() if "accuracy" in line or "Error" in line][-6:]
+    return f"{running.name}: exit code {result.returncode}\n{result.stdout}" + "\n".join(kept)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Measure every server that is up, all at once. 0 when all were measured, 3 otherwise."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    failed = 0
+
+    def one(running: Running) -> str:
+        if not running.server.ready():
+            raise EnvironmentProblem(f"{running.name} is not up: {causes(log_of(options.state, running.name))[-300:]}")
+        return (_measure_accuracy if CHECKS[running.name].form else _measure_acceptance)(running, options)
+
+    servers = read_servers(options.state)
+    with ThreadPoolExecutor(len(servers)) as pool:
+        for name, future in [(server.name, pool.submit(one, server)) for server in servers]:
+            try:
+                print(future.result(), flush=True)
+            except (SparkinferError, subprocess.TimeoutExpired) as error:
+                print(f"{name}: not measured: {error}", file=sys.stderr, flush=True)
+                failed += 1
+    return 3 if failed else 0
+
+
+def stop(options: argparse.Namespace) -> int:
+    """End all servers."""
+    for server in read_servers(options.state):
+        if _born(server.pid) in (server.born, None):
+            end_group(server.pid)
+    (options.state / "servers.json").unlink()
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = top.add_subparsers(dest="command", required=True)
+    found = {}
+    for name, text in (
+        ("start", "start all servers and return"),
+        ("wait", "wait until all are up: 0 all are, 3 one is dead, 75 not yet"),
+        ("measure", "measure those that are up"),
+        ("stop", "end all servers"),
+    ):
+        found[name] = commands.add_parser(name, help=text)
+        found[name].add_argument("--state", type=Path, required=True, help="folder that the commands share")
+        found[name].add_argument("--models", type=Path, default=ROOT / "models", help="folder of the reference models")
+    found["start"].add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="NAME")
+    found["start"].add_argument("--python", default=sys.executable, help="interpreter that has vLLM")
+    found["start"].add_argument("--vllm-path", metavar="PATHS", help="the servers' PYTHONPATH")
+    found["start"].add_argument("--vllm-arg", action="append", default=[], metavar="ARG", help="for every server")
+    found["start"].add_argument("--reference-device", default="cuda", help="of transformers (default %(default)s)")
+    found["wait"].add_argument("seconds", type=float)
+    found["measure"].add_argument("--prompts", type=Path, required=True, help="of `vllm_acceptance.py prompts`")
+    found["measure"].add_argument("--out", type=Path, required=True, help="folder for the results")
+    found["measure"].add_argument("--temperatures", type=float, nargs="+", default=list(acceptance.TEMPERATURES))
+    found["measure"].add_argument("--seconds", type=float, default=300.0, help="limit (default %(default)s)")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code: 2 bad input, 3 a server cannot be had, 75 `wait` ended first."""
+    options = parser().parse_args(argv)
+    options.state = options.state.absolute()
+    try:
+        return {"start": start, "wait": wait, "measure": measure, "stop": stop}[options.command](options)
+    except SparkinferError as error:
+        print(f"vllm_checks.py: {error}", file=sys.stderr)
+        return error.exit_code
