@@ -6,8 +6,8 @@ clock; `epoch` in the header is what to add to get the wall clock.
 
 A step's line: `t` start, `s` seconds of the pass (plan taken to tokens on the host), `d` decode rows, `dc` sum of their
 positions, `p` prompt chunks as [start, length, microseconds since the request arrived (its first chunk) or -1],
-`r` restored snapshots, `c` snapshots written, `m` KV blocks moved, `n` tokens sampled, `g` how many of them not
-greedily, `l` how many with log-probabilities.
+`v` rows with drafts as [start, length], `r` restored snapshots, `c` snapshots written, `m` KV blocks moved, `n` rows
+that sample, `g` how many of them not greedily, `l` how many with log-probabilities.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def step_line(plan: StepPlan, begin_s: float, seconds: float) -> dict[str, Any]:
     saved = sum(len(saves) for saves in plan.decode.checkpoints.values())
     restored = 0
     sampling = [request.sampling for request in plan.decode.requests]
+    verify = [(row.start, row.length) for row in plan.verify]
+    saved += sum(len(row.checkpoints) for row in plan.verify)
+    sampling += [row.request.sampling for row in plan.verify]
     prompts: list[tuple[int, int, int]] = []
     for row in plan.prefill:
         saved += len(row.checkpoints)
@@ -52,7 +55,7 @@ def step_line(plan: StepPlan, begin_s: float, seconds: float) -> dict[str, Any]:
     seeded = sum(params.temperature > 0 for params in sampling)
     logprobs = sum(params.logprobs is not None for params in sampling)
     line: dict[str, Any] = {"t": round(begin_s, 6), "s": round(seconds, 6), "d": decode, "dc": context, "n": sampled}
-    extra = {"p": prompts, "r": restored, "c": saved, "m": len(plan.moves), "g": seeded, "l": logprobs}
+    extra = {"v": verify, "p": prompts, "r": restored, "c": saved, "m": len(plan.moves), "g": seeded, "l": logprobs}
     line.update({name: value for name, value in extra.items() if value})
     return line
 

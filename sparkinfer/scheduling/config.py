@@ -56,7 +56,9 @@ class SchedulerConfig:
     drafter_loaded: bool = False
     """A drafter serves small loads: see `spec_load_limit`."""
     spec_load_limit: int = 8
-    """With a drafter, loads of at most this many requests take no mixed steps."""
+    """With a drafter, loads of at most this many requests verify drafts and take no mixed steps."""
+    draft_tokens: int = 7
+    """Drafts that a step verifies for a request: what a block of 8 of the drafter yields."""
 
     pack_prefill: bool = True
     """A burst of prompts shares prefill passes."""
@@ -147,7 +149,7 @@ class SchedulerConfig:
         at_least_one = (
             "max_num_seqs", "num_kv_blocks", "max_model_len", "prefill_chunk", "mixed_max_prompts",
             "own_pass_tokens", "pack_max_prompts", "prefill_passes_per_decode", "kv_block_bytes", "snapshot_bytes",
-            "attention_cost_tokens",
+            "attention_cost_tokens", "draft_tokens",
         )  # fmt: skip
         not_negative = (
             "mixed_chunk", "spec_load_limit", "aging_steps", "num_snapshots", "num_host_blocks", "checkpoint_interval",

@@ -77,6 +77,26 @@ class DecodeTable:
             self.active[slot] = False
             self.num_active -= 1
 
+    def hold(self, sequence: Sequence) -> None:
+        """A row with drafts is in the plan. It computes one position for certain, and no row follows until it commits;
+        the planner then looks at the request anew."""
+        slot = sequence.request.slot
+        sequence.verifying = True
+        self.start[slot] += 1
+        self.flying[slot] += 1
+        self.due[slot] = 0
+        self.last[slot] = -1
+        self.rest(sequence)
+
+    def resume(self, sequence: Sequence, computed: int) -> None:
+        """The row with drafts has committed: `computed` tokens have KV and state now."""
+        slot = sequence.request.slot
+        self.start[slot] = computed
+        if computed < sequence.end_computed and not sequence.preempting:
+            self.attention[slot] = False
+            self.active[slot] = True
+            self.num_active += 1
+
     def leave(self, sequence: Sequence) -> None:
         """The sequence gives its slot back."""
         request = sequence.request

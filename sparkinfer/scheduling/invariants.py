@@ -144,10 +144,16 @@ def _check_chain(sequence: Sequence, path: list[PrefixNode]) -> None:
 def _check_requests(scheduler: Scheduler, sequences: list[Sequence]) -> None:
     rows: Counter[int] = Counter()
     outputs: Counter[int] = Counter()
+    verifying: Counter[int] = Counter()
     for flight in scheduler.flights():
-        for row, sequence in zip(flight.plan.rows, [*flight.decoding, *flight.prefilling], strict=True):
+        holders = [*flight.decoding, *flight.verifying, *flight.prefilling]
+        for row, sequence in zip(flight.plan.rows, holders, strict=True):
             _require(row.request is sequence.request, "a row and its sequence differ")
             rows[id(sequence)] += 1
+            verifying[id(sequence)] += row.num_drafts > 0
+            _require(row.length == 1 + row.num_drafts or not row.is_decode, "a decode row of another length")
+            room = len(row.blocks) * KV_BLOCK_TOKENS
+            _require(row.start + row.length <= room, "a row, its drafts included, reaches beyond its blocks")
             outputs[id(sequence)] += row.samples
         for move in flight.plan.moves:
             if move.kind is MoveKind.TO_DEVICE:
@@ -156,6 +162,7 @@ def _check_requests(scheduler: Scheduler, sequences: list[Sequence]) -> None:
     for sequence in sequences:
         request = sequence.request
         _require(sequence.in_flight == rows[id(sequence)], "rows in flight miscounted")
+        _require(int(sequence.verifying) == verifying[id(sequence)], "rows with drafts in flight miscounted")
         if sequence.phase is Phase.DONE:
             continue
         _require(request.num_in_flight_outputs == outputs[id(sequence)], "outputs in flight miscounted")
@@ -183,6 +190,6 @@ def _check_table(scheduler: Scheduler, sequences: list[Sequence]) -> None:
         room = len(request.blocks) * KV_BLOCK_TOKENS
         _require(table.last[slot] < 0 or table.room[slot] == room, "the decode table shows another number of blocks")
         ready = sequence.phase is Phase.DECODE and not sequence.preempting
-        ready = ready and request.num_computed < sequence.end_computed
+        ready = ready and request.num_computed < sequence.end_computed and not sequence.verifying
         _require(bool(table.active[slot]) == ready, "a request that can generate rests, or the other way round")
         _require(ready or bool(table.attention[slot]), "a commit would not look at a request that rests")

@@ -41,11 +41,14 @@ def is_long(tokens_left: int, config: SchedulerConfig) -> bool:
     return tokens_left > config.own_pass_tokens
 
 
+def speculation_applies(load: LoadView, config: SchedulerConfig) -> bool:
+    """A drafter is loaded, and the load small enough that verifying several tokens of each request pays."""
+    return config.drafter_loaded and load.num_requests <= config.spec_load_limit
+
+
 def mixing_applies(load: LoadView, config: SchedulerConfig) -> bool:
-    """Mixed steps are on, and the load is not one that speculation serves better."""
-    if config.mixed_chunk == 0:
-        return False
-    return not (config.drafter_loaded and load.num_requests <= config.spec_load_limit)
+    """Mixed steps are on, and the load is not one that is left to speculation."""
+    return config.mixed_chunk > 0 and not speculation_applies(load, config)
 
 
 def prefill_shape(load: LoadView, config: SchedulerConfig) -> PassShape:

@@ -23,6 +23,8 @@ class InFlight:
     plan: StepPlan
     decoding: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=object))
     """Sequences of the decode rows."""
+    verifying: list[Sequence] = field(default_factory=list)
+    """Of those with drafts."""
     prefilling: list[Sequence] = field(default_factory=list)
     restores: list[PrefixNode] = field(default_factory=list)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from sparkinfer.scheduling.blocks import BlockPool, blocks_for
 from sparkinfer.scheduling.checkpoints import prompt_positions
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.decode_table import DecodeTable
 from sparkinfer.scheduling.prefix_cache import PrefixCache
-from sparkinfer.scheduling.sequence import Sequence
+from sparkinfer.scheduling.sequence import Phase, Sequence
 from sparkinfer.scheduling.slots import SlotPool
+from sparkinfer.scheduling.types import Checkpoint
 
 
 class Resources:
@@ -79,6 +81,17 @@ class Resources:
             sequence.checkpoints = prompt_positions(request.num_tokens, start, known, self.config)
         else:
             sequence.checkpoints = []
+
+    def publish(self, sequence: Sequence, checkpoints: Iterable[Checkpoint], *, decode: bool) -> None:
+        """The step that wrote these snapshots has committed: enter them, unless the request has ended before."""
+        for checkpoint in checkpoints:
+            if sequence.phase is Phase.DONE:
+                self.cache.drop_snapshot(checkpoint.snapshot)
+                continue
+            node = self.cache.publish(sequence, checkpoint.position, checkpoint.snapshot)
+            self.table.blocks_replaced(sequence)
+            if decode:
+                self.cache.replace_decode_checkpoint(sequence, node)
 
     def release(self, sequence: Sequence) -> None:
         """Take everything back. No plan in flight may use it any more."""

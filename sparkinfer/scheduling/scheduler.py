@@ -14,14 +14,14 @@ import numpy as np
 
 from sparkinfer.errors import RequestError, SparkinferError
 from sparkinfer.scheduling.config import SchedulerConfig
-from sparkinfer.scheduling.passes import PassShape, choose_pass, prefill_shape
+from sparkinfer.scheduling.passes import PassShape, choose_pass, prefill_shape, speculation_applies
 from sparkinfer.scheduling.planner import InFlight, Planner
 from sparkinfer.scheduling.queue import order_key
 from sparkinfer.scheduling.resources import Resources
 from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.sequence import Phase, Sequence, make_sequence
+from sparkinfer.scheduling.speculation import Speculation
 from sparkinfer.scheduling.types import (
-    Checkpoint,
     DecodeRows,
     EngineStats,
     FinishReason,
@@ -44,6 +44,7 @@ class Scheduler:
         self.cache = self.resources.cache
         self.roster = Roster(config, self.resources)
         self._planner = Planner(config, self.resources, self.roster)
+        self._speculation = Speculation(config, self.resources, self.roster)
         self._in_flight: deque[InFlight] = deque()
         self._num_added = 0
         self._prefill_streak = 0
@@ -130,6 +131,8 @@ class Scheduler:
             prefix_evictions=cache.counters.evictions,
             snapshots_used=cache.snapshots.num_used,
             snapshots_total=cache.snapshots.total,
+            draft_tokens=self._speculation.num_drafts,
+            accepted_tokens=self._speculation.num_accepted,
         )
 
     def reset_cache(self) -> tuple[int, int]:
@@ -147,6 +150,8 @@ class Scheduler:
         load = self._planner.load(self._prefill_streak)
         shape = choose_pass(load, self.config)
         if shape.decode:
+            if speculation_applies(load, self.config):
+                self._speculation.add_rows(flight)
             self._planner.add_decode_rows(flight)
             if not flight.plan.num_rows and load.head_left:  # The last decoding request has just been preempted.
                 shape = prefill_shape(load, self.config)
@@ -177,19 +182,21 @@ class Scheduler:
         self._commit_decode(flight, result, updates)
         index = len(plan.decode)
         self._decode_tokens += index
+        for row, sequence, tokens in zip(plan.verify, flight.verifying, result.verified, strict=True):
+            self._decode_tokens += self._speculation.commit(row, sequence, tokens, updates)
         for row, sequence in zip(plan.prefill, flight.prefilling, strict=True):
             self._prefill_tokens += row.length
             if row.samples:
                 row.request.num_in_flight_outputs -= 1
                 stop = row.start + row.length
-                self._publish(sequence, row.checkpoints, decode=False)
+                self.resources.publish(sequence, row.checkpoints, decode=False)
                 self._take_token(
                     sequence, stop, row.output_index, result.tokens[index], result.logprobs[index], updates
                 )
                 index += 1
             else:
                 sequence.chunks_in_flight -= 1
-                self._publish(sequence, row.checkpoints, decode=False)
+                self.resources.publish(sequence, row.checkpoints, decode=False)
             self.roster.settle(sequence)
         self.resources.committed(plan.step_id)
         self.resources.retire(self._in_flight[-1].plan.step_id if self._in_flight else None)
@@ -211,7 +218,7 @@ class Scheduler:
             _pass_on(decode, slice(passed, index), tokens, logprobs, updates)
             passed = index + 1
             sequence = flight.decoding[index]
-            self._publish(sequence, decode.checkpoints.get(index, ()), decode=True)
+            self.resources.publish(sequence, decode.checkpoints.get(index, ()), decode=True)
             stop, output_index = int(decode.starts[index]) + 1, int(decode.output_indices[index])
             self._take_token(sequence, stop, output_index, tokens[index], logprobs[index], updates)
             self.roster.settle(sequence)
@@ -231,11 +238,7 @@ class Scheduler:
             return
         request = sequence.request
         request.output.append(token)
-        finish = None
-        if token in sequence.stop_ids and output_index >= sequence.min_tokens:
-            finish = FinishReason.STOP
-        elif stop >= sequence.end_computed:
-            finish = FinishReason.LENGTH
+        finish = sequence.ends_with(token, output_index, stop)
         updates.append(TokenUpdate(request, token, logprobs, finish))
         if finish is not None:
             self.roster.finish(sequence, finish)
@@ -250,18 +253,14 @@ class Scheduler:
                 f"step {plan.step_id} samples {sampled} tokens, its result has {len(result.tokens)} tokens and "
                 f"{len(result.logprobs)} logprobs: the model runner is at fault"
             )
+        counts = [len(tokens) for tokens in result.verified]
+        most = [row.length for row in plan.verify]
+        if len(counts) != len(most) or not all(1 <= count <= limit for count, limit in zip(counts, most, strict=True)):
+            raise SparkinferError(
+                f"step {plan.step_id} verifies drafts in rows of {most} tokens, its result has {counts} tokens: the "
+                "model runner is at fault"
+            )
         return self._in_flight.popleft()
-
-    def _publish(self, sequence: Sequence, checkpoints: tuple[Checkpoint, ...], *, decode: bool) -> None:
-        """The step that wrote these snapshots has committed: enter them, unless the request has ended before."""
-        for checkpoint in checkpoints:
-            if sequence.phase is Phase.DONE:
-                self.cache.drop_snapshot(checkpoint.snapshot)
-                continue
-            node = self.cache.publish(sequence, checkpoint.position, checkpoint.snapshot)
-            self.resources.table.blocks_replaced(sequence)
-            if decode:
-                self.cache.replace_decode_checkpoint(sequence, node)
 
 
 def _pass_on(

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sparkinfer.scheduling.types import Request
+from sparkinfer.scheduling.types import FinishReason, Request
 
 if TYPE_CHECKING:
     from sparkinfer.scheduling.prefix_cache import Match
@@ -42,6 +42,8 @@ class Sequence:
     preempting: bool = False
     """Chosen as a victim; gives its resources back when its last row in flight commits."""
     admitted_before: bool = False
+    verifying: bool = False
+    """A row with drafts is in flight: where the sequence goes on is known when it commits."""
 
     hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of the tokens known so far, as far as they were needed."""
@@ -69,6 +71,12 @@ class Sequence:
         """Tokens known and not computed yet."""
         request = self.request
         return self.prompt_len + len(request.output) - request.num_computed
+
+    def ends_with(self, token: int, output_index: int, computed: int) -> FinishReason | None:
+        """Why output `output_index` is the last one, if it is; `computed` tokens led to it."""
+        if token in self.stop_ids and output_index >= self.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if computed >= self.end_computed else None
 
 
 def make_sequence(request: Request, key: tuple[int, int], max_model_len: int) -> Sequence:

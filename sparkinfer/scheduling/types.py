@@ -168,6 +168,12 @@ class Row(msgspec.Struct, eq=False, gc=False):
     of the request (which keys the sampling noise); while it is below `min_tokens` the runner masks the request's
     `end_token_ids`. `blocks` and `slot` stay valid when the request moves on: `blocks` may grow at its end, its
     entries never change: a request whose blocks are replaced gets a new list.
+
+    A decode row with `num_drafts` verifies that many drafts of the drafter behind its input token, `length` being
+    `1 + num_drafts`: each of its positions samples a token (numbers `output_index` and on), and the drafts count as far
+    as they are the tokens so sampled. With `a` drafts accepted the slot must hold the state after position `start + a`;
+    KV of the rejected ones is overwritten by the request's next row. Its checkpoints are written for the state after
+    `position` tokens whether those are accepted or not; the scheduler drops the snapshots of those that are not.
     """
 
     request: Request
@@ -181,6 +187,7 @@ class Row(msgspec.Struct, eq=False, gc=False):
     pending: bool = False
     restore: int | None = None
     checkpoints: tuple[Checkpoint, ...] = ()
+    num_drafts: int = 0
 
 
 class MoveKind(enum.StrEnum):
@@ -288,21 +295,23 @@ class DecodeRows:
 
 
 class StepPlan:
-    """One forward pass: the decode rows (`decode`, by slot), then the prompt chunks (`prefill`, oldest first).
+    """One forward pass: the decode rows (`decode`, by slot), then those that verify drafts (`verify`), then the prompt
+    chunks (`prefill`), these two oldest first.
 
     `moves` happen before the pass, in order. Rows of one plan never share a slot.
     """
 
-    __slots__ = ("_rows", "decode", "moves", "prefill", "step_id")
+    __slots__ = ("_rows", "decode", "moves", "prefill", "step_id", "verify")
 
     def __init__(self, step_id: int, rows: Iterable[Row] = (), moves: Iterable[BlockMove] = ()) -> None:
         """A plan of given rows; a scheduler fills an empty one. Raises ValueError for rows out of order."""
         rows = list(rows)
-        kinds = [row.is_decode for row in rows]
-        if kinds != sorted(kinds, reverse=True):
-            raise ValueError(f"step {step_id}: decode rows must come before prompt rows")
+        kinds = [(not row.is_decode, row.num_drafts > 0) for row in rows]
+        if kinds != sorted(kinds):
+            raise ValueError(f"step {step_id}: decode rows, rows with drafts and prompt rows must come in this order")
         self.step_id = step_id
-        self.decode = DecodeRows.of(row for row in rows if row.is_decode)
+        self.decode = DecodeRows.of(row for row in rows if row.is_decode and not row.num_drafts)
+        self.verify = [row for row in rows if row.is_decode and row.num_drafts]
         self.prefill = [row for row in rows if not row.is_decode]
         self.moves = list(moves)
         self._rows: list[Row] | None = None
@@ -311,27 +320,27 @@ class StepPlan:
     def rows(self) -> list[Row]:
         """All rows as objects, decode rows first. They are made when asked for, and then kept."""
         if self._rows is None:
-            self._rows = self.decode.rows() + self.prefill
+            self._rows = self.decode.rows() + self.verify + self.prefill
         return self._rows
 
     @property
     def num_rows(self) -> int:
-        """Rows of both kinds."""
-        return len(self.decode) + len(self.prefill)
+        """Rows of all kinds."""
+        return len(self.decode) + len(self.verify) + len(self.prefill)
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed by the pass."""
-        return len(self.decode) + sum(row.length for row in self.prefill)
+        return len(self.decode) + sum(row.length for row in self.verify) + sum(row.length for row in self.prefill)
 
     @property
     def num_decode(self) -> int:
-        """Rows that decode."""
-        return len(self.decode)
+        """Rows that decode, with drafts or without."""
+        return len(self.decode) + len(self.verify)
 
     @property
     def num_sampled(self) -> int:
-        """Rows that yield a token."""
+        """Rows that yield one token: all that sample but those that verify drafts."""
         return len(self.decode) + sum(row.samples for row in self.prefill)
 
 
@@ -347,11 +356,16 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step produced: one entry per row with `samples`, in row order."""
+    """What a step produced: one entry per row with `samples` and without drafts, in row order.
+
+    `verified` has an entry per row of `StepPlan.verify`: the accepted drafts and the token after them, 1 to
+    `1 + num_drafts` tokens.
+    """
 
     step_id: int
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
+    verified: list[list[int]] = field(default_factory=list)
 
 
 class TokenUpdate(msgspec.Struct, eq=False, gc=False):
@@ -382,3 +396,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     prefix_evictions: int = 0
     snapshots_used: int = 0
     snapshots_total: int = 0
+    draft_tokens: int = 0
+    """Drafts verified."""
+    accepted_tokens: int = 0
+    """Of these, accepted."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.invariants import check_integrity
 from sparkinfer.scheduling.scheduler import Scheduler
 from sparkinfer.scheduling.types import FinishReason, Request, RequestState, SamplingParams, StepPlan
 from tests.scheduling.fake_model import VOCAB, FakeRunner, expected_output
+from tests.scheduling.scripted_drafter import ScriptedDrafter
 
 SMALL = {"max_num_seqs": 4, "num_kv_blocks": 24, "max_model_len": 256, "chunk_align": 16, "prefill_chunk": 64,
          "mixed_chunk": 32, "own_pass_tokens": 96, "num_snapshots": 6, "num_host_blocks": 8, "checkpoint_interval": 64,
@@ -34,8 +36,9 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         pack_prefill=rng.random() < 0.7,
         is_moe=rng.random() < 0.5,
         pack_moe=rng.random() < 0.5,
-        drafter_loaded=rng.random() < 0.3,
-        spec_load_limit=rng.choice([0, 2, 8]),
+        drafter_loaded=rng.random() < 0.5,
+        spec_load_limit=rng.choice([1, 3, 8, 20]),
+        draft_tokens=rng.choice([1, 3, 7, 15, 20]),
         prefill_passes_per_decode=rng.choice([1, 3]),
         num_snapshots=(snapshots := rng.choice([0, 1, 3, 8, 16])),
         num_host_blocks=rng.choice([0, 2, 8, 30]) if snapshots else 0,
@@ -58,10 +61,12 @@ def family_tokens(family: int) -> list[int]:
 class Driver:
     """One scheduler under test. `launch` and `collect` are the two halves of a step."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, script: Sequence[int] = (3, 0, 7, 1)) -> None:
+        """`script` is the drafter's, where one is loaded."""
         self.config = config
         self.scheduler = Scheduler(config)
-        self.runner = FakeRunner(config)
+        self.drafter = ScriptedDrafter(script, config.max_model_len)
+        self.runner = FakeRunner(config, self.drafter if config.drafter_loaded else None)
         self.launched: deque[StepPlan] = deque()
         self.live: dict[str, Request] = {}
         self.finished: list[Request] = []
@@ -185,7 +190,7 @@ class Driver:
 def fuzz(seed: int, actions: int) -> Driver:
     """A random life of one scheduler; invariants are checked after every few actions."""
     rng = random.Random(seed)
-    driver = Driver(random_config(rng))
+    driver = Driver(random_config(rng), [rng.choice([0, 1, 2, 7, 15, 20]) for _ in range(7)])
     for number in range(actions):
         driver.random_action(rng)
         if number % 5 == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, MoveKind, Request, Row, StepPlan, StepResult
@@ -68,12 +69,20 @@ class Launched:
 
     plan: StepPlan
     inputs: list[list[int] | None]
+    """Of each row; of one with drafts, the token before them."""
+
+
+class Drafter(Protocol):
+    """Proposes the tokens that a row verifies."""
+
+    def propose(self, row: Row) -> list[int]: ...
 
 
 class FakeRunner:
     """Executes plans on the fake model. `launch`/`collect` run a plan late, at `collect`, as a device would."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, drafter: Drafter | None = None) -> None:
+        self.drafter = drafter
         self.kv = [[POISON] * KV_BLOCK_TOKENS for _ in range(config.num_kv_blocks)]
         self.host_kv = [[POISON] * KV_BLOCK_TOKENS for _ in range(config.num_host_blocks)]
         self.slots = [POISON] * config.max_num_seqs
@@ -91,8 +100,11 @@ class FakeRunner:
         check_plan(plan)
         for earlier in self.launched:
             check_no_reuse(earlier.plan, plan)
-        inputs = [None if r.pending else r.request.tokens(r.start, r.start + r.length) for r in plan.rows]
-        assert all(tokens is None or len(tokens) == r.length for tokens, r in zip(inputs, plan.rows, strict=True))
+        known = [r.length - r.num_drafts for r in plan.rows]
+        inputs = [
+            None if r.pending else r.request.tokens(r.start, r.start + n) for r, n in zip(plan.rows, known, strict=True)
+        ]
+        assert all(tokens is None or len(tokens) == n for tokens, n in zip(inputs, known, strict=True))
         self.launched.append(Launched(plan, inputs))
 
     def collect(self) -> StepResult:
@@ -106,8 +118,39 @@ class FakeRunner:
             else:
                 self.kv[move.block] = list(self.host_kv[move.host_block])
                 self.host_kv[move.host_block] = [POISON] * KV_BLOCK_TOKENS
-        tokens = [t for r, i in zip(plan.rows, launched.inputs, strict=True) if (t := self._run(r, i)) is not None]
-        return StepResult(plan.step_id, tokens, [None] * len(tokens))
+        tokens, verified = [], []
+        for row, inputs in zip(plan.rows, launched.inputs, strict=True):
+            if row.num_drafts:
+                verified.append(self._verify(row, inputs))
+            elif (token := self._run(row, inputs)) is not None:
+                tokens.append(token)
+        return StepResult(plan.step_id, tokens, [None] * len(tokens), verified)
+
+    def _verify(self, row: Row, inputs: list[int] | None) -> list[int]:
+        """All positions of the row are computed and written; the state goes back to the last accepted one."""
+        assert self.drafter is not None, "a row with drafts and no drafter"
+        drafts = self.drafter.propose(row)
+        tokens = [*([self.last_token[row.slot]] if inputs is None else inputs), *drafts]
+        self.tokens += row.length
+        saves = {c.position: c.snapshot for c in row.checkpoints}
+        kv = [entry for block in row.blocks for entry in self.kv[block]][: row.start]
+        state, states, sampled = self.slots[row.slot], [], []
+        for place, token in enumerate(tokens):
+            position = row.start + place
+            state = advance(state, token, position)
+            self.kv[row.blocks[position // KV_BLOCK_TOKENS]][position % KV_BLOCK_TOKENS] = state
+            kv.append(state)
+            states.append(state)
+            sampled.append(sample(state, tuple(kv), row.request.sampling.seed, row.output_index + place))
+            if position + 1 in saves:
+                self.snapshots[saves.pop(position + 1)] = state
+        assert not saves, "a checkpoint lies outside its row"
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == sampled[accepted]:
+            accepted += 1
+        self.slots[row.slot] = states[accepted]
+        self.last_token[row.slot] = sampled[accepted]
+        return sampled[: accepted + 1]
 
     def _run(self, row: Row, inputs: list[int] | None) -> int | None:
         tokens = [self.last_token[row.slot]] if inputs is None else inputs
@@ -136,9 +179,9 @@ class FakeRunner:
 
 def check_plan(plan: StepPlan) -> None:
     """What every plan promises, whatever the policy."""
-    kinds = [row.is_decode for row in plan.rows]
+    kinds = [(not row.is_decode, row.num_drafts > 0) for row in plan.rows]
     assert plan.rows, "an empty plan"
-    assert kinds == sorted(kinds, reverse=True), "decode rows come first"
+    assert kinds == sorted(kinds), "decode rows come first, then those with drafts"
     assert len({r.slot for r in plan.rows}) == len(plan.rows), "two rows share a slot"
     assert len({id(r.request) for r in plan.rows}) == len(plan.rows), "a request has two rows"
     written: set[int] = set()
@@ -146,10 +189,10 @@ def check_plan(plan: StepPlan) -> None:
         assert row.length >= 1
         assert row.start + row.length <= len(row.blocks) * KV_BLOCK_TOKENS, "a row reaches beyond its blocks"
         if row.is_decode:
-            assert row.length == 1
+            assert row.length == 1 + row.num_drafts
             assert row.samples
             assert row.restore is None
-        assert not row.pending or row.length == 1
+        assert row.is_decode or not (row.pending or row.num_drafts)
         assert row.restore is None or row.start > 0
         mine = set(row.blocks[row.start // KV_BLOCK_TOKENS : -(-(row.start + row.length) // KV_BLOCK_TOKENS)])
         assert not (mine & written), "two rows write one block"
@@ -165,6 +208,8 @@ def check_no_reuse(earlier: StepPlan, later: StepPlan) -> None:
     for row in earlier.rows:
         for block in row.blocks[: -(-(row.start + row.length) // KV_BLOCK_TOKENS)]:
             shared.setdefault(block, set()).add(id(row.request))
+    verifying = {id(r.request) for r in earlier.verify}
+    assert not verifying & {id(r.request) for r in later.rows}, "a row of a request that may not have got there"
     slots = {r.slot: r.request for r in earlier.rows}
     snapshots = {r.restore for r in earlier.rows} | {c.snapshot for r in earlier.rows for c in r.checkpoints}
     for row in later.rows:

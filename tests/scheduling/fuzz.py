@@ -24,6 +24,9 @@ def totals(drivers_seen: dict[str, int], driver: Driver) -> None:
         ("evictions", stats.prefix_evictions),
         ("moves to host", counters.moves_to_host),
         ("moves to device", counters.moves_to_device),
+        ("drafts", stats.draft_tokens),
+        ("accepted drafts", stats.accepted_tokens),
+        ("rejected drafts", stats.draft_tokens - stats.accepted_tokens),
     ):
         drivers_seen[name] = drivers_seen.get(name, 0) + value
 

@@ -50,8 +50,10 @@ class Trace:
         if plan is None:
             assert not self.scheduler.has_work, "work waits and nothing can be scheduled"
             return
-        count = sum(row.samples for row in plan.rows)
-        for update in self.scheduler.commit(plan, StepResult(plan.step_id, [5] * count, [None] * count)):
+        count = plan.num_sampled
+        # No draft is ever right: speculation then gains nothing.
+        result = StepResult(plan.step_id, [5] * count, [None] * count, [[5]] * len(plan.verify))
+        for update in self.scheduler.commit(plan, result):
             if update.finish_reason is not None:
                 self.ended[update.request.id] = self.clock
 

@@ -9,14 +9,17 @@ import pytest
 
 from sparkinfer.scheduling import prefix_index
 from sparkinfer.scheduling.blocks import BlockPool
+from sparkinfer.scheduling.decode_table import DecodeTable
 from sparkinfer.scheduling.invariants import IntegrityError
 from sparkinfer.scheduling.prefix_cache import PrefixCache
 from sparkinfer.scheduling.resources import Resources
 from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.scheduler import Scheduler
-from sparkinfer.scheduling.sequence import Sequence
-from sparkinfer.scheduling.types import MoveKind, StepPlan
+from sparkinfer.scheduling.sequence import Phase, Sequence
+from sparkinfer.scheduling.speculation import Speculation
+from sparkinfer.scheduling.types import MoveKind, Row, StepPlan, TokenUpdate
 from tests.scheduling.driver import fuzz
+from tests.scheduling.fake_model import FakeRunner
 
 LIVES = 60
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -124,6 +127,60 @@ def preempted_keeps_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "preempt", planted)
 
 
+def rejected_drafts_counted(patch: pytest.MonkeyPatch) -> None:
+    """A request goes on behind all its drafts, the rejected ones included."""
+    resume = DecodeTable.resume
+
+    def planted(self: DecodeTable, sequence: Sequence, computed: int) -> None:
+        further = min(computed + 1, sequence.end_computed)
+        resume(self, sequence, further if computed % 3 else computed)
+
+    patch.setattr(DecodeTable, "resume", planted)
+
+
+def states_of_rejected_drafts_published(patch: pytest.MonkeyPatch) -> None:
+    """A state saved inside the drafts is entered whether they were accepted or not (vLLM #53505)."""
+    take = Speculation._take
+
+    def planted(self: Speculation, row: Row, sequence: Sequence, tokens: list[int], updates: list[TokenUpdate]) -> int:
+        wrong = tuple(c for c in row.checkpoints if c.position > row.start + len(tokens))
+        kept = take(self, msgspec.structs.replace(row, checkpoints=row.checkpoints[: -len(wrong) or None]), sequence,
+                    tokens, updates)  # fmt: skip
+        if sequence.phase is Phase.DECODE:
+            for checkpoint in wrong:
+                if checkpoint.position <= sequence.request.num_tokens + 8:
+                    self.resources.publish(sequence, (checkpoint,), decode=True)
+        return kept
+
+    patch.setattr(Speculation, "_take", planted)
+
+
+def second_row_behind_drafts(patch: pytest.MonkeyPatch) -> None:
+    """A request gets its next row before it is known where it goes on."""
+    hold = DecodeTable.hold
+
+    def planted(self: DecodeTable, sequence: Sequence) -> None:
+        hold(self, sequence)
+        self.active[sequence.request.slot] = True
+        self.num_active += 1
+
+    patch.setattr(DecodeTable, "hold", planted)
+
+
+def state_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
+    """A runner that leaves the state behind the rejected drafts."""
+    verify = FakeRunner._verify
+
+    def planted(self: FakeRunner, row: Row, inputs: list[int] | None) -> list[int]:
+        tokens = verify(self, row, inputs)
+        if len(tokens) < row.length:
+            stop = row.start + row.length - 1
+            self.slots[row.slot] = self.kv[row.blocks[stop // 16]][stop % 16]
+        return tokens
+
+    patch.setattr(FakeRunner, "_verify", planted)
+
+
 def _live() -> None:
     for seed in range(LIVES):
         fuzz(seed, 300)
@@ -132,6 +189,7 @@ def _live() -> None:
 FAULTS: list[Patch] = [
     state_of_another_position, no_restore, moves_lost, released_in_flight, published_without_tokens, blocks_leak,
     references_leak, snapshot_kept, retired_at_once, preempted_keeps_count,
+    rejected_drafts_counted, states_of_rejected_drafts_published, second_row_behind_drafts, state_not_rolled_back,
 ]  # fmt: skip
 
 

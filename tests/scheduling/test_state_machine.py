@@ -1,4 +1,5 @@
-"""Hypothesis state machine: scheduler, prefix cache and fake model through every kind of event, in any order."""
+"""Hypothesis state machine: scheduler, prefix cache, fake model and scripted drafter through every kind of event, in
+any order."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ from tests.scheduling.driver import FAMILIES, VOCAB, Driver, family_tokens, fuzz
 from tests.scheduling.fuzz import totals
 
 EXAMPLES = int(os.environ.get("SPARKINFER_STATE_MACHINE_EXAMPLES", "300"))
+SCRIPT = st.lists(st.sampled_from([0, 1, 2, 3, 7, 14, 15, 16, 20]), min_size=1, max_size=5)
+"""How many drafts of each next row are right."""
 LENGTHS = st.one_of(st.integers(1, 130), st.sampled_from([1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]))
 
 
@@ -27,11 +30,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Rules are the events an engine sees; each launch and each collect is one step of the count."""
 
     events = 0
+    seen: dict[str, int]
     driver: Driver
 
-    @initialize(seed=st.integers(0, 2**16))
-    def start(self, seed: int) -> None:
-        self.driver = Driver(random_config(random.Random(seed)))
+    @initialize(seed=st.integers(0, 2**16), script=SCRIPT)
+    def start(self, seed: int, script: list[int]) -> None:
+        self.driver = Driver(random_config(random.Random(seed)), script)
+
+    @rule(script=SCRIPT)
+    def drafter_changes(self, script: list[int]) -> None:
+        self.driver.drafter.follow(script)
 
     @rule(
         family=st.integers(0, FAMILIES - 1),
@@ -105,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             before = self.driver.steps
             self.driver.drain()
             type(self).events += self.driver.steps - before
+            totals(type(self).seen, self.driver)
 
     def _count(self) -> None:
         type(self).events += 1
@@ -112,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 def test_state_machine_runs_ten_thousand_steps() -> None:
     SchedulerMachine.events = 0
+    SchedulerMachine.seen = {}
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
@@ -123,6 +133,9 @@ def test_state_machine_runs_ten_thousand_steps() -> None:
         ),
     )
     assert SchedulerMachine.events >= 10_000
+    wanted = ("hit tokens", "preemptions", "evictions", "moves to host", "accepted drafts", "rejected drafts")
+    untouched = [name for name in wanted if not SchedulerMachine.seen[name]]
+    assert not untouched, f"never happened: {untouched}"
 
 
 def test_random_lives_exercise_everything() -> None:

@@ -1,7 +1,7 @@
 """Faults that hybrid engines had, as far as they lie in the scheduler: tests named after where each was seen.
 
 Rows that concern states and captured steps are in tests/models/test_traps.py; docs/traps.md has the whole list, and
-what waits for a drafter.
+what waits for a drafter of real weights: here a scripted one proposes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from sparkinfer.scheduling.prefix_index import extend_hashes
 from sparkinfer.scheduling.types import BlockMove, MoveKind, Request, StepPlan
 from tests.scheduling.driver import Driver, family_tokens, small_config
-from tests.scheduling.fake_model import POISON, check_no_reuse, expected_output, state_after
+from tests.scheduling.fake_model import POISON, check_no_reuse, expected_output, reference, state_after
 
 LENGTHS = [16 * blocks + tail for blocks in (0, 2, 5) for tail in (0, 1, 2, 15, 16, 17) if blocks + tail]
 
@@ -22,6 +22,13 @@ def roomy(**changes: object) -> Driver:
     """Enough of everything, so that nothing is evicted."""
     defaults: dict[str, object] = {"num_kv_blocks": 200, "num_snapshots": 40, "max_in_flight": 1}
     return Driver(small_config(**(defaults | changes)))
+
+
+def spec(script: list[int], **changes: object) -> Driver:
+    """The same with a drafter that follows `script`, and a checkpoint at every boundary of the output."""
+    defaults: dict[str, object] = {"num_kv_blocks": 200, "num_snapshots": 40, "max_in_flight": 1,
+                                   "drafter_loaded": True, "decode_checkpoint_interval": 16}  # fmt: skip
+    return Driver(small_config(**(defaults | changes)), script)
 
 
 def check_states(driver: Driver, requests: list[Request]) -> int:
@@ -38,16 +45,21 @@ def check_states(driver: Driver, requests: list[Request]) -> int:
     return len(published)
 
 
+@pytest.mark.parametrize("drafter", [False, True])
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_vllm_43559_53912_cache_on_off_three_warm_replays(in_flight: int) -> None:
-    """Tokens are the same cold and warm, with generation that crosses block boundaries."""
+def test_vllm_43559_53912_cache_and_speculation_on_off_three_warm_replays(in_flight: int, drafter: bool) -> None:
+    """Tokens are the same cold and warm, with drafts and without, with generation that crosses block boundaries."""
     prompt = family_tokens(0)[:50]
     for tokens in (1, 13, 14, 15, 40):
-        driver = roomy(max_in_flight=in_flight)
+        driver = roomy(max_in_flight=in_flight, drafter_loaded=drafter, decode_checkpoint_interval=16)
         cold = driver.run(prompt, tokens, cache=False, stops=False).output
+        assert cold == list(reference(tuple(prompt), 0, tokens))
         for _ in range(4):
             assert driver.run(prompt, tokens, stops=False).output == cold
+        turn = driver.run([*prompt, *cold, 5], tokens, stops=False)
+        assert turn.num_cached >= (len(prompt) + tokens - 1) // 16 * 16 - 16
         assert driver.scheduler.stats().prefix_hits_tokens > 0
+        assert (driver.scheduler.stats().draft_tokens > 0) == (drafter and tokens > 2)
 
 
 def test_vllm_53505_every_checkpoint_equals_a_fresh_prefill() -> None:
@@ -58,6 +70,58 @@ def test_vllm_53505_every_checkpoint_equals_a_fresh_prefill() -> None:
         requests = [driver.run([*family_tokens(9)[:n], 5], 20, stops=False) for n in (15, 16, 31, 47, 63, 64, 65, 130)]
         found += check_states(driver, requests)
     assert found > 10
+
+
+def test_vllm_53505_every_computed_scheduled_accepted() -> None:
+    """Drafts that begin at every place of a block, of several numbers, accepted as far as can be: the state saved at p
+    is the one of a fresh prefill, and the latest boundary that was passed has one."""
+    found = 0
+    for drafts in (1, 3, 7, 15, 16, 20):
+        for accepted in range(drafts + 1):
+            driver = spec([accepted], draft_tokens=drafts, num_kv_blocks=2000, num_snapshots=200)
+            requests = [driver.run([*family_tokens(8)[:16], n, 1][: 16 + n], 40, stops=False) for n in range(1, 3)]
+            requests += [driver.run([n, *family_tokens(9)[: 16 + n]], 36, stops=False) for n in range(16)]
+            found += check_states(driver, requests)
+    assert found > 1000
+
+
+def test_sglang_37817_32052_drafts_that_cross_a_boundary_leave_its_checkpoint() -> None:
+    """Whether a boundary falls on the last accepted token, among them or among the rejected ones, the latest checkpoint
+    is at the last boundary that was passed, and holds the state of that position."""
+    for accepted in (0, 1, 2, 5, 7):
+        driver = spec([accepted, 7, 0])
+        request = driver.add(family_tokens(2)[:29], 120, stops=False)
+        crossed = 0
+        while driver.scheduler.has_work:
+            before = request.num_computed
+            driver.step()
+            if request.slot < 0 or request.num_computed // 16 == max(before, 29) // 16:
+                continue
+            crossed += 1
+            node = driver.scheduler.roster.by_id[request.id].last_decode_node
+            assert node is not None
+            assert node.position == request.num_computed // 16 * 16
+            assert driver.runner.snapshots[node.snapshot] == state_after(request.tokens(0, node.position))
+        assert crossed >= 6
+        driver.drain()
+
+
+def test_sglang_37817_32052_a_state_of_rejected_drafts_is_never_published() -> None:
+    """The boundary lies among the drafts, all of which are wrong: its snapshot is given back."""
+    driver = spec([0], num_snapshots=2, checkpoint_interval=0)
+    request = driver.add(family_tokens(2)[:28], 40, stops=False)
+    driver.step()
+    held = driver.scheduler.cache.snapshots.num_used
+    for computed in (29, 30, 31):
+        driver.launch()
+        assert [c.position for c in driver.launched[-1].verify[0].checkpoints] == [32]
+        driver.collect()
+        assert request.num_computed == computed
+        assert driver.scheduler.cache.snapshots.num_used == held
+    driver.step()
+    assert request.num_computed == 32
+    assert driver.scheduler.cache.snapshots.num_used == held + 1
+    driver.drain()
 
 
 def test_sglang_39342_mixed_step_publishes_a_valid_checkpoint_or_none() -> None:
@@ -120,11 +184,14 @@ def test_sglang_29633_nano_vllm_144_233_first_token_warm_equals_cold(length: int
     assert resumed.num_preemptions == 1
 
 
+@pytest.mark.parametrize("drafter", [False, True])
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_vllm_metal_488_resumed_request_starts_from_its_own_state(cache: bool, in_flight: int) -> None:
+def test_vllm_metal_488_resumed_request_starts_from_its_own_state(cache: bool, in_flight: int, drafter: bool) -> None:
     """Requests preempted in mid-decode give the tokens of an undisturbed run (the driver compares each)."""
-    driver = Driver(small_config(num_kv_blocks=20, max_in_flight=in_flight, watermark=0.0))
+    driver = Driver(
+        small_config(num_kv_blocks=20, max_in_flight=in_flight, watermark=0.0, drafter_loaded=drafter, draft_tokens=3)
+    )
     requests = [driver.add(family_tokens(i)[:50], 150, stops=False, cache=cache) for i in range(4)]
     driver.drain()
     assert sum(r.num_preemptions for r in requests) > 0
