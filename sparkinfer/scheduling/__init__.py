@@ -25,10 +25,11 @@ Passes
     `passes` decides between decode, mixed and prefill passes; each rule is one function with its setting.
 
 Speculation
-    With a drafter, small loads verify drafts: `passes.speculation_applies` says in which steps, `speculation` for whom and
-    how many. What is drafted is the runner's affair. A request whose drafts are being verified has no second row in
-    flight; blocks for drafts are taken where some are free or cached, nobody is preempted for them; KV of rejected
-    drafts is overwritten by the next row, and of the states saved among drafts only those behind accepted ones are published.
+    With a drafter, small loads verify drafts: `passes.speculation_applies` says in which steps, `speculation` for whom
+    and how many. What is drafted is the runner's affair. A request whose drafts are being verified has no second row
+    in flight; blocks for drafts are taken where some are free or cached, nobody is preempted for them; KV of rejected
+    drafts is overwritten by the next row, and of the states saved among drafts only those behind accepted ones are
+    published.
 
 Prefix cache
     `prefix_cache`, `prefix_index`, `checkpoints`, `eviction`, `snapshots`: KV blocks and recurrent-state snapshots
