@@ -26,8 +26,9 @@ from sparkinfer_containers.image.start import start
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.registry import Reference, Registry
 from sparkinfer_containers.private import instance
+from sparkinfer_containers.private.trust import client_config
 from sparkinfer_containers.statements import PROVENANCE, SBOM, statement
-from sparkinfer_containers.trust import credentials
+from sparkinfer_containers.trust import credentials, trust_root
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED = ("SPARKINFER_", "OMP_", "HF_", "TRANSFORMERS_", "CUDA_", "NVIDIA_")
@@ -255,6 +256,13 @@ def _instance(args: argparse.Namespace) -> int:
     return 0
 
 
+def _trust_config(args: argparse.Namespace) -> int:
+    trust_root(args.root)  # refuses what is none
+    root = json.loads(args.root.read_text(encoding="utf-8"))
+    print(json.dumps(client_config(root, root["certificateAuthorities"][0]["uri"]), indent=1))
+    return 0
+
+
 def _path(text: str) -> Path:
     return Path(text).expanduser()
 
@@ -297,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--builder", help="builder.id of the provenance, for a hosted build")
     made = add("figures", _figures, "build, rebuild, sign, ship: the container's figures, from empty caches")
     made.add_argument("--variant", choices=("cpu", "cuda13"), default="cpu")
-    made.add_argument("--model", type=_path, required=True)
+    made.add_argument("--model", type=_path, help="folder that the pulled image serves (default: it is only examined)")
     made.add_argument("--scratch", type=_path, required=True, help="folder for temporary files")
     made.add_argument("--output", type=_path, required=True, help="folder that gets README.md and figures.json")
     made.add_argument("--shown", default="python -m sparkinfer_containers figures", help="command that the page names")
@@ -339,6 +347,10 @@ def _parser() -> argparse.ArgumentParser:
     made = add("instance", _instance, "serve the private sigstore instance on loopback until SIGTERM")
     made.add_argument("--state", type=_path, help="its folder (default: ATTEST_STATE or the XDG state folder)")
     made.add_argument("--port", type=int, default=0)
+    made = add(
+        "trust-config", _trust_config, "print a trusted_root.json in the form that sigstore-python's command takes"
+    )
+    made.add_argument("root", type=_path, metavar="TRUSTED_ROOT")
     return parser
 
 

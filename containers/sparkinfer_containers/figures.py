@@ -1,7 +1,7 @@
 """Figures of the container: build time cold and warm, size by layer and package, signing, verification, rebuild.
 
 Everything is done once more from an empty folder with empty download caches, timed, and written as `figures.json` and
-`README.md`; no figure is typed by hand.
+`README.md` (for another variant than `cpu`: under its name); no figure is typed by hand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparkinfer_containers.image.settings import Recipe
 
 SCHEMA = "sparkinfer/container-figures/v1"
 LIMITS = {"sign and attach": 2.0, "verify": 10.0}
-"""Seconds that a step may take."""
+"""Seconds that a step may take, for the `cpu` image: the other is seven times as large."""
 DEBIAN_TOOLS = ("mmdebstrap", "bubblewrap", "docker-registry")
 LARGEST = 12
 
@@ -48,9 +48,10 @@ def _versions() -> dict[str, str]:
 
 
 def measure(
-    recipe: Recipe, repository: Path, model: Path, scratch: Path, sign: Callable[[Path], None], command: str
+    recipe: Recipe, repository: Path, model: Path | None, scratch: Path, sign: Callable[[Path], None], command: str
 ) -> dict[str, Any]:
-    """All figures. `sign` signs and attaches provenance and SBOM to the image folder it is given.
+    """All figures. `sign` signs and attaches provenance and SBOM to the image folder it is given; without a `model` the
+    pulled image is examined and not served.
 
     Raises EnvironmentProblem when a second build differs or a step takes longer than LIMITS allows.
     """
@@ -80,7 +81,8 @@ def measure(
         shipped = ship.ship(image, model, folder / "registry")
         shutil.rmtree(folder / "registry")
     seconds |= shipped["seconds"]
-    slow = [f"{step} took {seconds[step]} s, over {limit} s" for step, limit in LIMITS.items() if seconds[step] > limit]
+    limits = LIMITS if recipe.variant.name == "cpu" else {}
+    slow = [f"{step} took {seconds[step]} s, over {limit} s" for step, limit in limits.items() if seconds[step] > limit]
     if slow:
         raise EnvironmentProblem("; ".join(slow))
     return {
@@ -151,10 +153,11 @@ def blocks(figures: dict[str, Any]) -> list[Block]:
 
 
 def write(figures: dict[str, Any], output: Path) -> None:
-    """`figures.json` and `README.md` in `output`, each by rename."""
+    """The figures and their page in `output`, each by rename: figures.json and README.md, or <variant>.json and .md."""
     output.mkdir(parents=True, exist_ok=True)
-    texts = {"figures.json": json.dumps(figures, indent=1) + "\n"}
-    texts["README.md"] = to_markdown(blocks(figures))
+    variant = figures["image"]["variant"]
+    data, page = ("figures.json", "README.md") if variant == "cpu" else (f"{variant}.json", f"{variant}.md")
+    texts = {data: json.dumps(figures, indent=1) + "\n", page: to_markdown(blocks(figures))}
     for name, text in texts.items():
         temporary = output / f".{name}.part"
         temporary.write_text(text, encoding="utf-8")

@@ -21,9 +21,10 @@ from sparkinfer.errors import EnvironmentProblem
 from sparkinfer_containers import loopback
 from sparkinfer_containers.errors import DigestProblem
 from sparkinfer_containers.image.daemon import Daemon, pull
-from sparkinfer_containers.image.run import Container, unpack_image
+from sparkinfer_containers.image.run import Container, command, unpack_image
 from sparkinfer_containers.image.runtimes import uses_daemon
 from sparkinfer_containers.image.start import start
+from sparkinfer_containers.image.tools import run
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.registry import Reference, Registry
 from sparkinfer_containers.private.state import default_folder
@@ -114,13 +115,26 @@ def ask(unpacked: Path, model: Path, log: Path, timings: Timings) -> dict[str, A
     return info
 
 
+def examine(unpacked: Path, timings: Timings) -> None:
+    """Run `sparkinfer doctor` in the unpacked image: do its packages import? Raises EnvironmentProblem."""
+    digest = (unpacked / "digest").read_text(encoding="ascii")
+    with timings.step("sparkinfer doctor in the image"):
+        print(run(command(unpacked, digest, entrypoint=["/usr/local/bin/sparkinfer", "doctor"])), end="")
+
+
 def ship(
-    image: Path, model: Path, work: Path, trusted_root: Path | None = None, run: str | None = None, device: str = "cpu"
+    image: Path,
+    model: Path | None,
+    work: Path,
+    trusted_root: Path | None = None,
+    evaluated: str | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Push, verify, pull, run and ask. Returns the record; raises the first problem.
 
     `image` is a folder that `build` made and `attest` signed; `work` is made anew and keeps the registry's storage.
-    `run` names the run whose evaluation has to be among the attestations.
+    `evaluated` names the run whose evaluation has to be among the attestations. Without a model the image, whose device
+    this host may lack, is only examined.
     """
     record: dict[str, Any] = json.loads((image / "image.json").read_text(encoding="utf-8"))
     layout, timings = Layout(image / "layout"), Timings()
@@ -133,14 +147,19 @@ def ship(
         with timings.step("verify"):
             outcome = verify(reference, digest, trusted_root)
         print(outcome.to_text(), flush=True)
-        if run is not None and run not in outcome.evaluations:
-            raise DigestProblem(f"no evaluation of run {run} is attached to {digest}: {outcome.evaluations or 'none'}")
+        if evaluated is not None and evaluated not in outcome.evaluations:
+            found = outcome.evaluations or "none"
+            raise DigestProblem(f"no evaluation of run {evaluated} is attached to {digest}: {found}")
         with timings.step("pull and unpack"), Registry(reference, anonymous=True) as registry:
             if uses_daemon(device):
                 pull(f"{reference.host}/{reference.name}@{digest}", digest, device, work / "unpacked")
             else:
                 unpack_image(registry, digest, work / "unpacked")
-    info = ask(work / "unpacked", model, work / "server.log", timings)
+    if model is None:
+        examine(work / "unpacked", timings)
+        info: dict[str, Any] = {"model_digest": None}
+    else:
+        info = ask(work / "unpacked", model, work / "server.log", timings)
     shutil.rmtree(work / "unpacked")
     return {
         "schema": "sparkinfer/shipped/v1",

@@ -106,7 +106,7 @@ def check_evaluation(predicate: Mapping[str, Any], *, source: bool) -> None:
         "cells": list,
         "decision_rules": list,
     }
-    wanted |= {"machine": dict, "baseline": dict, "git": dict, "not_the_shipped_image": bool}
+    wanted |= {"raw_records": dict, "machine": dict, "baseline": dict, "git": dict, "not_the_shipped_image": bool}
     for name, kind in wanted.items():
         if not isinstance(predicate.get(name), kind):
             raise SignatureProblem(f"evaluation predicate field {name} is missing or not a {kind.__name__}")

@@ -315,7 +315,9 @@ def test_without_any_root_that_knows_the_signer(attested: Any, tmp_path: Path, m
     from sparkinfer_containers.verify.cli import main
 
     monkeypatch.setenv("ATTEST_STATE", str(tmp_path / "none"))
-    assert main([str(attested.layout.path)]) == 3
+    report = tmp_path / "outcome.json"
+    assert main([str(attested.layout.path), "--json", str(report)]) == 3
+    assert "(--trusted-root FILE)" in reason(json.loads(report.read_text()))
 
 
 # Blobs.

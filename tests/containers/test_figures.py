@@ -27,6 +27,15 @@ def test_recorded_page_follows_from_the_recorded_figures() -> None:
     assert (RECORDED / "README.md").read_text() == to_markdown(figures.blocks(made))
 
 
+def test_page_of_the_cuda_image_follows_from_its_figures() -> None:
+    made = json.loads((RECORDED / "cuda13.json").read_text())
+    assert made["reproduced"] is True
+    assert made["image"]["variant"] == "cuda13"
+    assert made["seconds"]["sign and attach"] < figures.LIMITS["sign and attach"]
+    assert {"sparkinfer doctor in the image", "verify"} <= made["seconds"].keys()
+    assert (RECORDED / "cuda13.md").read_text() == to_markdown(figures.blocks(made))
+
+
 @pytest.mark.parametrize(("verify_s", "differ", "said"), [(10.5, [], "verify took"), (1.0, ["layer 1: x"], "differs")])
 def test_slow_step_or_another_digest_is_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify_s: float, differ: list[str], said: str

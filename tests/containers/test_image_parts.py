@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -262,6 +263,67 @@ def test_fetched_model_is_not_fetched_again(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / ".complete").touch()
     assert entrypoint.find_model("a/b", "1" * 40, tmp_path) == folder
+
+
+def test_hub_model_is_fetched_at_its_pinned_revision(tmp_path: Path) -> None:
+    """From a server that speaks the hub's protocol; a model at another commit is not taken for it."""
+    revision, files = "2" * 40, {"config.json": b"{}", "model.safetensors": b"weights"}
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.startswith(f"/api/models/a/b/revision/{revision}"):
+                siblings = [{"rfilename": name} for name in files]
+                self.answer(json.dumps({"id": "a/b", "sha": revision, "siblings": siblings}).encode())
+                return
+            if self.path.startswith(f"/api/models/a/b/tree/{revision}"):
+                tree = [{"type": "file", "path": k, "size": len(v), "oid": "0" * 40} for k, v in files.items()]
+                self.answer(json.dumps(tree).encode())
+                return
+            name = self.path.partition(f"/a/b/resolve/{revision}/")[2]
+            self.answer(files.get(name))
+
+        do_HEAD = do_GET
+
+        def answer(self, data: bytes | None) -> None:
+            self.send_response(404 if data is None else 200)
+            self.send_header("Content-Length", str(len(data or b"")))
+            self.send_header("X-Repo-Commit", revision)
+            self.send_header("ETag", f'"{hashlib.sha1(data or b"").hexdigest()}"')
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data or b"")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    script = "import sys; from sparkinfer_containers.entrypoint import arguments; from pathlib import Path; import os;"
+    script += "print(arguments([], os.environ, Path(sys.argv[1]))[1])"
+    outer = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home")}
+    outer |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "containers")]), "NO_PROXY": "127.0.0.1"}
+    outer |= {"SPARKINFER_MODEL": "a/b", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
+    def fetch(commit: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", script, str(tmp_path / "models")]
+        return subprocess.run(
+            command, env=outer | {"SPARKINFER_MODEL_REVISION": commit}, capture_output=True, text=True, check=False
+        )
+
+    try:
+        done = fetch(revision)
+        assert done.returncode == 0, done.stderr
+        other = fetch("3" * 40)
+    finally:
+        server.shutdown()
+        server.server_close()
+    folder = tmp_path / "models" / f"a--b@{revision[:12]}"
+    assert done.stdout.strip() == str(folder)
+    assert {name: (folder / name).read_bytes() for name in files} == files
+    assert other.returncode != 0
+    assert "could not be fetched" in other.stderr
+    # With the server gone a second start finds what the first one fetched.
+    assert fetch(revision).stdout.strip() == str(folder)
 
 
 def test_health_check(mirror: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sparkinfer_containers import cli
 from sparkinfer_containers.attest import attach
 from sparkinfer_containers.errors import DigestProblem, UsageProblem
 from sparkinfer_containers.oci.layout import Layout
@@ -234,6 +235,13 @@ def test_registry_that_serves_another_digest(attested: Any, lie: str) -> None:
         code, outcome = attested.verify(target=target)
     assert code == 4
     assert "sha256:" in outcome["problems"][0]["text"]
+
+
+@pytest.mark.parametrize("lie", ["manifest", "layer", "short"])
+def test_pull_from_a_lying_registry_leaves_nothing(attested: Any, lie: str, tmp_path: Path) -> None:
+    with lying_registry(attested.layout, attested.image.digest, lie) as target:
+        assert cli.main(["pull", "--anonymous", target, str(tmp_path / "pulled")]) == 4
+    assert not (tmp_path / "pulled").exists()
 
 
 def test_registry_that_stores_another_digest(attested: Any) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from sparkinfer_containers import cli, ship
 from sparkinfer_containers.image import daemon
 from sparkinfer_containers.image.build import LIBRARY, SOURCE_LABEL
 from sparkinfer_containers.image.run import Container, command
+from sparkinfer_containers.image.start import start
 from sparkinfer_containers.loopback import registry
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.verify.cli import main as verify
@@ -129,6 +131,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return link
 
 
+@contextmanager
+def running(engine: Path, model: Path, log: Path) -> Iterator[tuple[Container | daemon.Daemon, str]]:
+    """The image serving `model`, with the base address of its API."""
+    port, folder = ship.free_port(), model.resolve()
+    environment = {"SPARKINFER_MODEL": f"/models/{folder.name}", "SPARKINFER_HOST": "127.0.0.1"}
+    environment["SPARKINFER_PORT"] = str(port)
+    with start(engine, log, environment=environment, models=folder.parent) as container:
+        ship.wait_until_ready(container, port, log)
+        yield container, f"http://127.0.0.1:{port}/v1"
+
+
+@contextmanager
+def streaming(base: str, model: str) -> Iterator[httpx.Response]:
+    """A long answer of which the first bytes have arrived."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Go on."}], "max_completion_tokens": 300}
+    with httpx.stream(
+        "POST",
+        f"{base}/chat/completions",
+        json={**body, "stream": True, "ignore_eos": True},
+        timeout=60,
+        trust_env=False,
+    ) as answer:
+        assert answer.status_code == 200, answer.read()
+        yield answer
+
+
 def test_pulled_image_answers_a_chat_request(pulled: Path, model: Path, tmp_path: Path) -> None:
     timings = ship.Timings()
     info = ship.ask(pulled, model, tmp_path / "log", timings)
@@ -162,10 +190,9 @@ def test_serve_command_starts_the_engine_from_the_image(pulled: Path, model: Pat
         process.wait()
 
 
-def test_podman_runs_the_image_by_its_own_digest(
-    image: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a GPU host does, without the GPU."""
+@pytest.fixture
+def podman(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """podman with the options that it needs here."""
     if not shutil.which("podman") or not shutil.which("skopeo"):
         pytest.skip("podman and skopeo are not installed")
     chosen = os.environ.get("ATTEST_RUNTIME", "podman --cgroup-manager=cgroupfs --runtime runc")
@@ -174,13 +201,47 @@ def test_podman_runs_the_image_by_its_own_digest(
     monkeypatch.setenv("ATTEST_RUN_OPTIONS", os.environ.get("ATTEST_RUN_OPTIONS", limits))
     if subprocess.run([*shlex.split(chosen), "info"], capture_output=True, check=False).returncode:
         pytest.skip("podman does not work here")
+    return shlex.split(chosen)
+
+
+def test_podman_runs_and_stops_the_image_by_its_own_digest(
+    image: Path, model: Path, tmp_path: Path, podman: list[str]
+) -> None:
+    """What a GPU host does, without the GPU; then as an administrator stops a container, while it answers a request."""
     layout = Layout(image / "layout")
     digest = layout.image().digest
-    daemon.load(layout, digest, "cpu", tmp_path / "engine")
-    info = ship.ask(tmp_path / "engine", model, tmp_path / "log", ship.Timings())
+    engine, log = tmp_path / "engine", tmp_path / "log"
+    daemon.load(layout, digest, "cpu", engine)
+    info = ship.ask(engine, model, log, ship.Timings())
     assert info["engine_digest"] == digest
-    left = subprocess.run([*shlex.split(chosen), "ps", "--all", "--quiet"], capture_output=True, text=True, check=True)
+
+    with running(engine, model, log) as (container, base):
+        listed = subprocess.run([*podman, "ps", "--format", "{{.Names}}"], capture_output=True, text=True, check=True)
+        (name,) = listed.stdout.split()
+        health = ["exec", name, "/usr/bin/python3", "-m", "sparkinfer_containers.health"]
+        assert subprocess.run([*podman, *health], check=False).returncode == 0
+        with streaming(base, info["model"]):
+            stopping = subprocess.run(
+                [*podman, "stop", "--time", "40", name], capture_output=True, text=True, check=False
+            )
+            assert stopping.returncode == 0, stopping.stderr
+            # SIGKILL after the 40 s would give 137.
+            assert container.process.wait(10) == 0, log.read_text()[-2000:]
+    left = subprocess.run([*podman, "ps", "--all", "--quiet"], capture_output=True, text=True, check=True)
     assert left.stdout == ""
+
+
+def test_signal_to_the_init_ends_a_busy_server_cleanly(pulled: Path, model: Path, tmp_path: Path) -> None:
+    with running(pulled, model, tmp_path / "log") as (container, base):
+        name = httpx.get(f"{base}/info", trust_env=False).json()["model"]
+        with streaming(base, name) as stream:
+            begun = time.monotonic()
+            assert container.stop() == 0, (tmp_path / "log").read_text()[-2000:]
+            assert time.monotonic() - begun < 15
+            rest = stream.read().decode()
+    # The answer under way was finished, not cut.
+    assert "data: [DONE]" in rest
+    assert "signal 15" in (tmp_path / "log").read_text()
 
 
 def test_image_holds_the_engine_that_its_label_names(pulled: Path) -> None:

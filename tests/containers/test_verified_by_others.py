@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from sparkinfer_containers.private import trust
-from sparkinfer_containers.private.instance import PrivateInstance
 
 HERE = Path(__file__).parent
 Check = Callable[[str, str], subprocess.CompletedProcess[str]]
@@ -27,12 +26,10 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.fixture
-def sigstore_cli(tmp_path: Path, state: Path, host: str, artifact: Path) -> Check:
+def sigstore_cli(tmp_path: Path, trusted_root: Path, host: str, artifact: Path) -> Check:
     """sigstore-python's own command line."""
-    instance = PrivateInstance(state)
-    start = instance.authority.certificate.not_valid_before_utc
     config = tmp_path / "client_trust_config.json"
-    config.write_text(json.dumps(trust.client_config(instance.root, "http://127.0.0.1:9", start)))
+    config.write_text(json.dumps(trust.client_config(json.loads(trusted_root.read_text()), "http://127.0.0.1:9")))
 
     def check(bundle: str, identity: str) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "bundle.json"

@@ -268,7 +268,9 @@ def test_signed_figures_must_be_the_published_ones(
     assert "signed figure" in texts(outcome)
 
 
-@pytest.mark.parametrize("field", ["files", "cells", "machine", "decision_rules", "not_the_shipped_image"])
+@pytest.mark.parametrize(
+    "field", ["files", "cells", "raw_records", "machine", "decision_rules", "not_the_shipped_image"]
+)
 def test_evaluation_without_a_required_field(
     rendered: Path, tmp_path: Path, check: Any, signer: Callable[..., str], field: str
 ) -> None:

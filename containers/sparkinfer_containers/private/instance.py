@@ -177,8 +177,7 @@ class Running:
     @property
     def client_config(self) -> str:
         """ClientTrustConfig as JSON text."""
-        start = self.instance.authority.certificate.not_valid_before_utc
-        return json.dumps(trust.client_config(self.instance.root, self.base_url, start))
+        return json.dumps(trust.client_config(self.instance.root, self.base_url))
 
 
 @contextmanager

@@ -62,15 +62,16 @@ def trusted_root(
     }
 
 
-def client_config(root: dict[str, Any], base_url: str, start: datetime) -> dict[str, Any]:
-    """`ClientTrustConfig`: the trust root with the loopback addresses of the running instance."""
+def client_config(root: dict[str, Any], base_url: str) -> dict[str, Any]:
+    """`ClientTrustConfig`: the trust root with the addresses of an instance, which only a signer asks."""
+    start = root["certificateAuthorities"][0]["validFor"]["start"]
 
     def service(path: str) -> list[dict[str, Any]]:
         return [
             {
                 "url": base_url + path,
                 "majorApiVersion": 1,
-                "validFor": {"start": _stamp(start)},
+                "validFor": {"start": start},
                 "operator": "sparkinfer private",
             }
         ]

@@ -87,7 +87,12 @@ def _check(args: argparse.Namespace) -> Outcome:
             outcome.problem(5, f"--require-public: this holds at the level '{outcome.level}' only, signed privately")
         return outcome
     assert refused is not None  # there is always a root to try
-    raise refused
+    if args.trusted_root:
+        raise refused
+    raise SignatureProblem(
+        f"{refused}. No root that is known here vouches for it: what a private instance on another host signed is "
+        "verified with that instance's trusted_root.json (--trusted-root FILE)"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
