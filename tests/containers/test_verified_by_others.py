@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 from sparkinfer_containers.private import trust
 
-HERE = Path(__file__).parent
 Check = Callable[[str, str], subprocess.CompletedProcess[str]]
 """Runs a verifier on (bundle text, expected identity)."""
 
@@ -39,22 +37,6 @@ def sigstore_cli(tmp_path: Path, trusted_root: Path, host: str, artifact: Path) 
         return run([*command, str(artifact)])
 
     return check
-
-
-@pytest.fixture(scope="session")
-def npm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """@sigstore/verify installed from the lock file beside this test."""
-    if not shutil.which("npm") or not shutil.which("node"):
-        pytest.skip("node and npm are not installed")
-    folder = tmp_path_factory.mktemp("npm")
-    for name in ("package.json", "package-lock.json", "verify.js"):
-        shutil.copy(HERE / "npm" / name, folder)
-    made = subprocess.run(
-        ["npm", "ci", "--ignore-scripts"], cwd=folder, capture_output=True, text=True, timeout=180, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"npm ci could not fetch the locked packages: {made.stderr[-300:]}")
-    return folder
 
 
 @pytest.fixture
