@@ -120,19 +120,22 @@ def log_of(state: Path, name: str) -> Path:
     return state / "logs" / f"{name}.log"
 
 
-def read_servers(state: Path) -> list[Running]:
+SERVERS, REFERENCES = "servers.json", "references.json"
+
+
+def read_running(state: Path, file: str = SERVERS) -> list[Running]:
     """What `start` started. Raises ConfigError."""
     try:
-        return [Running(**entry) for entry in json.loads((state / "servers.json").read_text())]
+        return [Running(**entry) for entry in json.loads((state / file).read_text())]
     except FileNotFoundError as error:
-        raise ConfigError(f"{state} has no servers.json: run `start` with this --state first") from error
+        raise ConfigError(f"{state} has no {file}: run `start` with this --state first") from error
 
 
-def write_servers(state: Path, servers: Sequence[Running]) -> None:
+def write_running(state: Path, running: Sequence[Running], file: str = SERVERS) -> None:
     """To a temporary name first."""
-    temporary = state / "servers.json.part"
-    temporary.write_text(json.dumps([asdict(server) for server in servers], indent=1) + "\n")
-    temporary.replace(state / "servers.json")
+    temporary = state / f"{file}.part"
+    temporary.write_text(json.dumps([asdict(one) for one in running], indent=1) + "\n")
+    temporary.replace(state / file)
 
 
 def _start_one(name: str, options: argparse.Namespace) -> Running:
@@ -155,14 +158,14 @@ def _quantise(name: str, options: argparse.Namespace) -> None:
         raise EnvironmentProblem(f"sparkinfer {' '.join(arguments)} ended with {result.returncode}: {result.stderr}")
 
 
-def _reference(name: str, options: argparse.Namespace) -> None:
+def _reference(name: str, options: argparse.Namespace) -> Running:
     """Scores of transformers on the form's 16-bit weights, in the background: they are needed once vLLM is up."""
     target = _scores(options.state, name)
-    if not target.exists():
-        engine = f"transformers:{checkpoint(options.state, name)},form=16bit,device={options.reference_device}"
-        with target.with_suffix(".log").open("wb") as log:
-            command = [sys.executable, str(ROOT / "eval" / "accuracy.py"), engine, "--record", str(target)]
-            subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    engine = f"transformers:{checkpoint(options.state, name)},form=16bit,device={options.reference_device}"
+    command = [sys.executable, str(ROOT / "eval" / "accuracy.py"), engine, "--record", str(target)]
+    with target.with_suffix(".log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    return Running(name, process.pid, _born(process.pid) or 0, 0, time.time(), command)
 
 
 def _scores(state: Path, name: str) -> Path:
@@ -173,12 +176,14 @@ def start(options: argparse.Namespace) -> int:
     """Start all servers and return: those with drafters first, the others once their checkpoint is written."""
     for folder in ("logs", "checkpoints"):
         (options.state / folder).mkdir(parents=True, exist_ok=True)
-    if (options.state / "servers.json").exists() and any(s.alive() for s in read_servers(options.state)):
+    if (options.state / SERVERS).exists() and any(s.alive() for s in read_running(options.state)):
         raise ConfigError(f"servers of {options.state} still run: `stop` them first")
     plain = [name for name in options.only if CHECKS[name].form is None]
     quantised = [name for name in options.only if CHECKS[name].form]
+    write_running(options.state, [], REFERENCES)
     running = [_start_one(name, options) for name in plain]
-    write_servers(options.state, running)
+    write_running(options.state, running)
+    failed = 0
 
     def quantised_one(name: str) -> Running:
         _quantise(name, options)
@@ -186,18 +191,23 @@ def start(options: argparse.Namespace) -> int:
 
     with ThreadPoolExecutor(max(1, len(quantised))) as pool:
         for future in [pool.submit(quantised_one, name) for name in quantised]:
-            running.append(future.result())
-            write_servers(options.state, running)
-    for name in quantised:
-        _reference(name, options)
+            try:
+                running.append(future.result())
+            except SparkinferError as error:
+                print(f"vllm_checks.py: {error}", file=sys.stderr)
+                failed += 1
+            write_running(options.state, running)
+    names = [server.name for server in running if CHECKS[server.name].form]
+    recorders = [_reference(name, options) for name in names if not _scores(options.state, name).exists()]
+    write_running(options.state, recorders, REFERENCES)
     print(f"started {', '.join(server.name for server in running)}")
-    return 0
+    return 3 if failed else 0
 
 
 def wait(options: argparse.Namespace) -> int:
     """Wait until every server is up or dead. 0 all up, 3 one is dead, 75 not yet."""
     deadline = time.monotonic() + options.seconds
-    pending = {server.name: server for server in read_servers(options.state)}
+    pending = {server.name: server for server in read_running(options.state)}
     dead = 0
     while pending:
         for name, server in list(pending.items()):
@@ -273,7 +283,7 @@ def measure(options: argparse.Namespace) -> int:
             raise EnvironmentProblem(f"{running.name} is not up: {causes(log_of(options.state, running.name))[-300:]}")
         return (_measure_accuracy if CHECKS[running.name].form else _measure_acceptance)(running, options)
 
-    servers = read_servers(options.state)
+    servers = read_running(options.state)
     with ThreadPoolExecutor(len(servers)) as pool:
         for name, future in [(server.name, pool.submit(one, server)) for server in servers]:
             try:
@@ -285,11 +295,14 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def stop(options: argparse.Namespace) -> int:
-    """End all servers."""
-    for server in read_servers(options.state):
-        if _born(server.pid) in (server.born, None):
-            end_group(server.pid)
-    (options.state / "servers.json").unlink()
+    """End all servers, and what still records a reference."""
+    for file in (SERVERS, REFERENCES):
+        for one in read_running(options.state, file):
+            # The leader of a group may be gone before its members.
+            if _born(one.pid) in (one.born, None):
+                end_group(one.pid)
+    for file in (SERVERS, REFERENCES):
+        (options.state / file).unlink()
     return 0
 
 

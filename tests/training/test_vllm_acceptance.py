@@ -179,7 +179,7 @@ def test_phases_of_several_servers(
         assert vllm_checks.main([*command, "--temperatures", "0"]) == 0
         # A second call measures what is missing.
         assert vllm_checks.main([*command, "--temperatures", "0", "1"]) == 0
-        servers = vllm_checks.read_servers(tmp_path / "state")
+        servers = vllm_checks.read_running(tmp_path / "state")
     finally:
         assert vllm_checks.main(["stop", *state]) == 0
     assert not any(server.alive() for server in servers)
