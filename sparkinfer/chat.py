@@ -28,7 +28,9 @@ def _url_of(target: str) -> Iterator[str]:
             if line.startswith("ready on "):
                 yield line.removeprefix("ready on ").strip()
                 return
-        raise EnvironmentProblem(f"the server for {target} did not start (exit code {server.wait()}); see above")
+        failure = EnvironmentProblem(f"the server for {target} did not start (exit code {server.wait()}); see above")
+        failure.exit_code = server.returncode
+        raise failure
     finally:
         server.terminate()
         server.wait()
@@ -86,7 +88,7 @@ def _turn(client: httpx.Client, url: str, messages: list[dict[str, str]], line: 
         for text in stream_answer(client, url, {"messages": messages, "stream": True, **options}):
             answer += text
             print(text, end="", flush=True)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         messages.pop()
         raise EnvironmentProblem(f"no answer from {url}: {error}") from error
     except RequestError as error:

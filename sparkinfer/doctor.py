@@ -104,19 +104,20 @@ def _environment() -> list[Finding]:
 
 
 def _model(folder: Path) -> list[Finding]:
+    from sparkinfer.models.config import load_config
     from sparkinfer.server.serve import check_model_folder
 
     try:
         check_model_folder(str(folder))
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = load_config(folder)
         size = sum(_tensor_bytes(path) for path in sorted(folder.glob("*.safetensors")))
     except SparkinferError as error:
         return [Finding("model", str(error), error.exit_code)]
-    except (ValueError, OSError, struct.error) as error:
+    except (ValueError, OSError) as error:
         return [Finding("model", f"{folder}: unreadable ({error})", 2)]
     if size == 0:
         return [Finding("model", f"{folder}: no *.safetensors", 2)]
-    findings = [Finding("model", f"{config.get('model_type')}, {size >> 20} MiB of weights")]
+    findings = [Finding("model", f"{config.architecture}, {size >> 20} MiB of weights")]
     if size > psutil.virtual_memory().total:
         findings.append(Finding("model", "the weights are larger than this machine's main memory", note=True))
     return findings
@@ -125,7 +126,10 @@ def _model(folder: Path) -> list[Finding]:
 def _tensor_bytes(path: Path) -> int:
     """Bytes of tensor data; raises ValueError when the file is shorter than its header says."""
     with path.open("rb") as handle:
-        (length,) = struct.unpack("<Q", handle.read(8))
+        start = handle.read(8)
+        if len(start) < 8:
+            raise ValueError(f"{path.name} is cut off: {len(start)} bytes")
+        (length,) = struct.unpack("<Q", start)
         header = json.loads(handle.read(length))
     data = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     have = path.stat().st_size - 8 - length

@@ -144,7 +144,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HttpError)
         problem = error
     _state(request).metrics.refused[str(problem.status)] += 1
-    return problem.response()
+    response = problem.response()
+    if isinstance(error, HTTPException) and error.headers:
+        response.headers.update(error.headers)  # Allow, of a 405
+    return response
 
 
 ROUTES = [

@@ -16,6 +16,7 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
+"""By status; else `invalid_request_error` below 500 and `server_error` from there on."""
 
 
 class HttpError(SparkinferError):
@@ -29,7 +30,7 @@ class HttpError(SparkinferError):
 
     def body(self) -> dict[str, Any]:
         """The JSON object; also the payload of an error event in a stream."""
-        kind = ERROR_TYPES.get(self.status, "server_error")
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code or self.status}}
 
     def response(self) -> Response:

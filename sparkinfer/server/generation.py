@@ -85,6 +85,8 @@ async def prepare(state: ServerState, raw: bytes, kind: type[GenerationRequest],
     vocab_size, context = state.limit("vocab_size"), state.limit("max_model_len")
     prompts = await params.prompt_ids(body, tokenizer, vocab_size)
     count, stops = params.number_of_choices(body), params.stop_strings(body)
+    # Before the requests are made: a body of a few bytes a prompt can ask for millions.
+    state.check_queue(len(prompts) * count)
     seed = params.seed_of(body, drawn=state.seeds.getrandbits(params.SEED_BITS))
     requests: list[AddRequest] = []
     choices: dict[str, Choice] = {}

@@ -15,13 +15,15 @@ MAX_LOGPROBS = 20
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; chat may fill the context."""
 SEED_BITS = 63
+LEAST_TEMPERATURE = 1e-6
+"""Below it an answer is greedy: it would be anyway, and logits divided by much less overflow."""
 
 
 def _within(name: str, value: float | None, low: float, high: float, default: Any) -> Any:
     if value is None:
         return default
     if not low <= value <= high:
-        raise RequestError(f"`{name}` is {value:g}: it must lie between {low:g} and {high:g}", name)
+        raise RequestError(f"`{name}` is {value}: it must lie between {low} and {high}", name)
     return value
 
 
@@ -107,19 +109,20 @@ def seed_of(body: GenerationRequest, drawn: int) -> int:
 def sampling_of(body: GenerationRequest, max_tokens: int, seed: int, vocab_size: int) -> Sampling:
     """Sampling parameters of one engine request; `seed` is already this choice's own. Raises RequestError."""
     min_tokens = int(_within("min_tokens", body.min_tokens, 0, max_tokens, 0))
-    top_p = _within("top_p", body.top_p, 0.0, 1.0, 1.0)
+    top_p = _within("top_p", body.top_p, 0, 1, 1.0)
     if top_p == 0:
         raise RequestError("`top_p` is 0: it must be above 0 (temperature 0 is greedy)", "top_p")
     top_k = body.top_k if body.top_k is not None and body.top_k != -1 else 0
     _within("top_k", top_k, 0, 2**31, 0)
     check_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
+    temperature = float(_within("temperature", body.temperature, 0, 2, 1.0))
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=float(_within("temperature", body.temperature, 0.0, 2.0, 1.0)),
+        temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_k=top_k,
         top_p=float(top_p),
-        min_p=float(_within("min_p", body.min_p, 0.0, 1.0, 0.0)),
+        min_p=float(_within("min_p", body.min_p, 0, 1, 0.0)),
         seed=seed,
         logprobs=logprobs_of(body),
         stop_token_ids=list(body.stop_token_ids or []),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -52,6 +52,10 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 """Field to its neutral values; any other value is refused by name, at the endpoints that do not have the field."""
 
 
+Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""JSON numbers have any size; what goes to the engine has 64 bits."""
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     """`stream_options` of a streaming request."""
 
@@ -63,14 +67,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that both generation endpoints share."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
-    seed: int | None = None
-    n: int | None = None
+    seed: Int | None = None
+    n: Int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
@@ -78,7 +82,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int = 0
+    priority: Int = 0
     cache_salt: str | None = None
     use_cache: bool = True
     return_token_ids: bool | None = None
@@ -89,9 +93,9 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     prompt: Any
     """A string, a list of strings, a list of token ids, or a list of such lists (`prompt_list` checks)."""
-    logprobs: int | None = None
+    logprobs: Int | None = None
     echo: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Int | None = None
     return_tokens_as_token_ids: bool | None = None
     """`logprobs` names tokens as `token_id:N`: texts of tokens are not unique."""
 
@@ -115,9 +119,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -148,7 +152,7 @@ def parse_body(raw: bytes, kind: type[T]) -> T:
     """Decode and check a request body. Raises RequestError naming the field."""
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")

@@ -79,6 +79,8 @@ def take_port(host: str, port: int) -> socket.socket:
         sock.bind(address)
         # Two servers may bind with SO_REUSEADDR; only one may listen.
         sock.listen(2048)
+    except UnicodeError as error:
+        raise EnvironmentProblem(f"cannot listen on {host}: this is no host name ({error})") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise EnvironmentProblem(

@@ -71,8 +71,16 @@ class ServerState:
             )
 
     def check_queue(self, new: int) -> None:
-        """Raise HttpError 429 when `new` more requests do not fit."""
-        waiting = self.client.num_unfinished + new - self.limit("max_num_seqs")
+        """Raise HttpError 429 when `new` more requests do not fit now, 400 when they never would."""
+        running = self.limit("max_num_seqs")
+        if new > running + self.settings.max_queue:
+            raise HttpError(
+                400,
+                f"the request asks for {new} answers and this server takes {running + self.settings.max_queue} at once "
+                f"(SPARKINFER_MAX_NUM_SEQS {running} run, SPARKINFER_MAX_QUEUE {self.settings.max_queue} wait): send "
+                "fewer prompts or a smaller `n` in one request",
+            )
+        waiting = self.client.num_unfinished + new - running
         if waiting > self.settings.max_queue:
             raise HttpError(
                 429,

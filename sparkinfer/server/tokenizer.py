@@ -57,8 +57,9 @@ class ServerTokenizer:
         if len(text) <= INLINE_CHARACTERS:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         loop = asyncio.get_running_loop()
-        encoding = await loop.run_in_executor(
-            self._pool, lambda: self.backend.encode(text, add_special_tokens=add_special_tokens)
+        # The batch form: `encode` keeps Python's lock, so that a thread of its own would be of no use.
+        (encoding,) = await loop.run_in_executor(
+            self._pool, lambda: self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         )
         return encoding.ids
 

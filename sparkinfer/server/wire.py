@@ -89,6 +89,8 @@ class Format(ABC):
             parts.append(b',"logprobs":null')
         finish = choice.finish_reason
         parts += [b',"finish_reason":', NOT_FINISHED if finish is None else to_json(finish)]
+        if finish is not None and choice.matcher is not None and choice.matcher.matched is not None:
+            parts += [b',"stop_reason":', to_json(choice.matcher.matched)]
         if ids:
             parts += [b',"token_ids":', to_json(delta.tokens)]
             if first:

@@ -94,6 +94,16 @@ def test_seeds_repeat_whatever_the_neighbours(server: Running) -> None:
         assert all(future.result() for future in noise)
 
 
+def test_the_least_temperatures_are_greedy(server: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+    ids = [
+        server.post("/v1/completions", {**body, "temperature": value}).json()["choices"][0]["token_ids"]
+        for value in (0, 1e-44, 1e-40, 1e-38, 1e-6)
+    ]
+    assert len(ids[0]) == 6
+    assert all(other == ids[0] for other in ids)
+
+
 def test_choices_differ_and_the_first_has_the_seed(server: Running) -> None:
     body = {"prompt": PROMPT, "max_tokens": 20, "seed": 5, "temperature": 1.2, "n": 3, "ignore_eos": True}
     answer = server.post("/v1/completions", body).json()
@@ -282,7 +292,9 @@ def test_unknown_model_and_path(client: openai.OpenAI, server: Running) -> None:
     with pytest.raises(openai.NotFoundError, match="tiny"):
         client.completions.create(model="gpt-4", prompt="x")
     assert server.post("/v1/nothing", {}).json()["error"]["type"] == "not_found_error"
-    assert httpx.get(server.url + "/v1/completions").status_code == 405
+    refused = httpx.get(server.url + "/v1/completions")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert refused.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_information(server: Running, model_dir: Any) -> None:
@@ -384,6 +396,10 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("text", {"prompt": "x", "stop_token_ids": [1024]}, "1024", "stop_token_ids"),
     ("text", {"prompt": "x", "seed": 1 << 70}, "", "seed"),
     ("text", {"prompt": "x", "best_of": 4}, "best_of", "best_of"),
+    ("text", {"prompt": "x", "n": 10**400}, "int", "n"),
+    ("text", {"prompt": "x", "priority": 1 << 64}, "int", "priority"),
+    ("text", {"prompt": "x", "priority": -(1 << 70)}, "int", "priority"),
+    ("text", {"prompt": ["x"] * 100_000, "n": 128}, "12800000 answers", None),
     ("chat", {"messages": MESSAGES, "echo": True}, "echo", "echo"),
     ("text", {"prompt": "x", "suffix": "y"}, "suffix", "suffix"),
     ("text", {"prompt": "x", "ignore_eos": "yes"}, "bool", "ignore_eos"),
@@ -401,7 +417,10 @@ def test_bad_bodies(server: Running, kind: str, body: dict[str, Any], words: str
     assert error["param"] == param
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"prompt": "x", "temperature": NaN}'])
+DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"prompt": "x", "temperature": NaN}', DEEP])
 def test_malformed_json(server: Running, raw: bytes) -> None:
     response = httpx.post(server.url + "/v1/completions", content=raw, timeout=60)
     assert response.status_code == 400

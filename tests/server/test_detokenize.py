@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -37,6 +39,22 @@ def test_real_text_survives_and_is_not_late(tokenizer: ServerTokenizer, text: st
         assert have.startswith(released)
         assert len(have) - len(released) < 4
     assert released.decode() + detokenizer.flush() == text
+
+
+def test_long_text_does_not_hold_up_others(tokenizer: ServerTokenizer) -> None:
+    text = "some words and 12 numbers, " * 40_000
+
+    async def encode() -> tuple[list[int], int]:
+        task = asyncio.ensure_future(tokenizer.encode(text, add_special_tokens=False))
+        turns = 0
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0.001)
+        return task.result(), turns
+
+    ids, turns = asyncio.run(encode())
+    assert turns > 20
+    assert ids == tokenizer.backend.encode(text, add_special_tokens=False).ids
 
 
 def test_unknown_ids_are_silent(tokenizer: ServerTokenizer) -> None:

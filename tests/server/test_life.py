@@ -20,6 +20,8 @@ import pytest
 from running_server import ROOT, Running, environment, start, start_echo
 
 from sparkinfer.cli import main
+from sparkinfer.errors import EnvironmentProblem
+from sparkinfer.server.serve import take_port
 
 SLOW = '{"step_s": 0.05}'
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "ignore_eos": True, "stream": True}
@@ -97,6 +99,12 @@ def test_broken_tokenizer(model_dir: Path, tmp_path: Path) -> None:
     result = cli("serve", str(folder), "--port", "0")
     assert result.returncode == 2, result.stderr
     assert "tokenizer" in result.stderr.splitlines()[-1]
+
+
+def test_impossible_hosts_are_named() -> None:
+    for host in ("no-such-host.invalid", "a" * 300):
+        with pytest.raises(EnvironmentProblem, match=host[:20]):
+            take_port(host, 0)
 
 
 def test_port_in_use_is_said_before_loading(model_dir: Path) -> None:
@@ -227,9 +235,15 @@ def test_doctor(
     weights = next(model_dir.glob("*.safetensors")).read_bytes()
     for file in model_dir.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    next(tmp_path.glob("*.safetensors")).write_bytes(weights[:-100])
-    assert main(["doctor", str(tmp_path)]) == 2
-    assert "cut off" in capsys.readouterr().out
+    for kept in (len(weights) - 100, 0):
+        next(tmp_path.glob("*.safetensors")).write_bytes(weights[:kept])
+        assert main(["doctor", str(tmp_path)]) == 2
+        assert "cut off" in capsys.readouterr().out
+    next(tmp_path.glob("*.safetensors")).write_bytes(weights)
+    for config, words in (('{"architectures": ["LlamaForCausalLM"]}', "LlamaForCausalLM"), ("[]", "JSON object")):
+        (tmp_path / "config.json").write_text(config, encoding="utf-8")
+        assert main(["doctor", str(tmp_path)]) == 2
+        assert words in capsys.readouterr().out
     monkeypatch.setenv("SPARKINFER_NOPE", "1")
     assert main(["doctor"]) == 2
     assert "SPARKINFER_NOPE" in capsys.readouterr().out
@@ -255,6 +269,11 @@ def test_chat_against_a_url(echo: Running) -> None:
         )
     assert failed.returncode == 3
     assert "no answer" in failed.stderr
+    for target, code in (("http://[::", 3), ("no-such-folder", 2)):
+        failed = subprocess.run(
+            [*command[:4], target], input="hello\n", capture_output=True, text=True, timeout=60, env=environment()
+        )
+        assert (failed.returncode, "Traceback" in failed.stderr) == (code, False), failed.stderr
 
 
 def test_no_socket_folder_is_left() -> None:

@@ -47,7 +47,8 @@ def test_stop_strings_across_tokens(echo: Running, tokenizer: ServerTokenizer, s
     events = echo.events("/v1/completions", body)
     assert text_of(events) == expected
     last = events[-2]["choices"][0]
-    assert last["finish_reason"] == "stop"
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
+    assert all("stop_reason" not in event["choices"][0] for event in events[:-2])
     body.pop("stream_options")
     whole = echo.post("/v1/completions", body).json()
     assert whole["choices"][0]["text"] == expected
@@ -120,8 +121,10 @@ def test_full_queue_is_429(narrow: Running) -> None:
     assert refused.json()["error"]["type"] == "rate_limit_error"
     assert "SPARKINFER_MAX_QUEUE is 1" in refused.json()["error"]["message"]
     assert refused.headers["retry-after"] == "1"
-    # Two choices and one place: the request is refused whole, when idle too.
-    assert narrow.post("/v1/completions", {**body, "n": 3}).status_code == 429
+    # Three choices and two places: that will never fit, so trying again is no advice.
+    never = narrow.post("/v1/completions", {**body, "n": 3})
+    assert (never.status_code, never.headers.get("retry-after")) == (400, None)
+    assert "3 answers and this server takes 2" in never.json()["error"]["message"]
     assert narrow.post("/v1/completions", body).status_code == 200
 
 
