@@ -206,12 +206,13 @@ class Network(nn.Module):
         """Checkpoint name to parameter."""
         return {name.replace("/", "."): value for name, value in self.weights.items()}
 
-    def _layer(self, index: int, names: dict[str, str]) -> dict[str, Tensor]:
+    def layer(self, index: int, names: dict[str, str]) -> dict[str, Tensor]:
+        """A layer's parameters under short names."""
         return {short: self.parameter(f"model.layers.{index}.{name}") for short, name in names.items()}
 
     def _delta(self, index: int, x: Tensor, cache: LayerCache | None) -> tuple[Tensor, LayerCache | None]:
         c = self.config
-        p = self._layer(index, DELTA_NAMES)
+        p = self.layer(index, DELTA_NAMES)
         shape = (c.linear_k_heads, c.linear_v_heads, c.linear_dim)
         window = cache.first if cache else None
         state = cache.second if cache else None
@@ -241,7 +242,7 @@ class Network(nn.Module):
         self, index: int, x: Tensor, tables: tuple[Tensor, Tensor], cache: LayerCache | None
     ) -> tuple[Tensor, LayerCache | None]:
         c = self.config
-        p = self._layer(index, ATTENTION_NAMES)
+        p = self.layer(index, ATTENTION_NAMES)
         q, k, v, gate = self._attention_inputs(x, p, *tables, c.head_dim, c.eps)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         new = None
@@ -279,10 +280,10 @@ class Network(nn.Module):
                 layers.append(new)
             rows = x.flatten(0, 1)
             if c.is_moe:
-                rows, balance = self._moe_mlp(rows, self._layer(index, MOE_NAMES), c.eps, c.experts_per_token)
+                rows, balance = self._moe_mlp(rows, self.layer(index, MOE_NAMES), c.eps, c.experts_per_token)
                 balances.append(balance)
             else:
-                rows = self._dense_mlp(rows, self._layer(index, MLP_NAMES), c.eps)
+                rows = self._dense_mlp(rows, self.layer(index, MLP_NAMES), c.eps)
             x = rows.view_as(x)
             if index in taps:
                 tapped[index] = x

@@ -17,7 +17,7 @@ from sparkinfer_models.drafter import Drafter
 from sparkinfer_models.network import Cache, Network
 from sparkinfer_models.tokenizer import END_OF_TEXT_ID, IM_END_ID, MASK_ID
 
-_STOP = (IM_END_ID, END_OF_TEXT_ID)
+STOP = (IM_END_ID, END_OF_TEXT_ID)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -57,7 +57,7 @@ def plain_decode(network: Network, prompt: list[int], count: int, temperature: f
     """Decodes up to `count` tokens one at a time; ends after a stop token."""
     output = network(torch.tensor([prompt]), Cache.empty(network.config.num_layers))
     tokens = [draw(network.logits(output.hidden[0, -1]), temperature, seed, len(prompt))]
-    while len(tokens) < count and tokens[-1] not in _STOP:
+    while len(tokens) < count and tokens[-1] not in STOP:
         output = network(torch.tensor([tokens[-1:]]), output.cache)
         tokens.append(draw(network.logits(output.hidden[0, -1]), temperature, seed, len(prompt) + len(tokens)))
     return Decoded(tokens)
@@ -81,7 +81,7 @@ class Speculator:
     ) -> None:
         self.network, self.drafter, self.selector = network, drafter, selector
         self.shared_noise = shared_noise
-        self.stop: tuple[int, ...] = () if ignore_stop else _STOP
+        self.stop: tuple[int, ...] = () if ignore_stop else STOP
 
     def _draft(
         self, anchor: int, position: int, context: list[tuple[Tensor, Tensor]], temperature: float, seed: int
