@@ -1,4 +1,4 @@
-"""Measure loading: `python models/measure_load.py MODEL [--device cuda] [--cold]`. Prints one JSON line a load."""
+"""Measure loading: `measure_load.py MODEL [--device cuda] [--engine] [--cold]`. Prints one JSON line a load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "models")]
 
 import torch  # noqa: E402
-from sparkinfer_models.measure_load import as_json, drop_cache, measure_load  # noqa: E402
+from sparkinfer_models.measure_load import as_json, drop_cache, measure_engine_load, measure_load  # noqa: E402
 
 from sparkinfer.errors import SparkinferError  # noqa: E402
 
@@ -21,11 +21,13 @@ def main() -> int:
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache first")
+    parser.add_argument("--engine", action="store_true", help="as the GPU engine keeps it: repacked for its kernels")
     options = parser.parse_args()
     try:
         if options.cold:
             drop_cache(options.model)
-        print(as_json(measure_load(options.model, torch.device(options.device))))
+        measure = measure_engine_load if options.engine else measure_load
+        print(as_json(measure(options.model, torch.device(options.device))))
     except SparkinferError as error:
         print(f"measure_load.py: {error}", file=sys.stderr)
         return error.exit_code
