@@ -44,7 +44,7 @@ rule accuracy:
     params:
         model=lambda w: model_folder(plan_of(w).models[w.model]),
         options=lambda w: accuracy_options(
-            w, ("top1", "kl", "loss", "gap", "beyond", "parted")
+            w, ("top1", "top1_plain", "kl", "loss", "gap", "beyond", "parted")
         ),
     shell:
         # 1 is a difference: kept, shown in the report and judged at the end, as that of any check.

@@ -13,7 +13,7 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--limit", type=int, default=0, help="take so many texts and chats only (default: all)")
     limits = Limits()
     group = top.add_argument_group("limits")
-    group.add_argument("--top1", type=float, default=limits.top1, help="least top-1 agreement (default %(default)s)")
+    group.add_argument(
+        "--top1", type=float, default=limits.top1, help="least top-1 agreement, exact ties aside (default %(default)s)"
+    )
+    text = "least top-1 agreement with exact ties counted as differences (default %(default)s)"
+    group.add_argument("--top1-plain", type=float, default=limits.top1_plain, help=text)
     group.add_argument("--kl", type=float, default=limits.kl, help="most mean KL, nats (default %(default)s)")
     group.add_argument(
         "--loss", type=float, default=limits.loss, help="most difference of the losses (default %(default)s)"
@@ -85,6 +89,9 @@ def rows(found: Figures, limits: Limits) -> list[CheckRow]:
     """The judged rows."""
     result = [
         CheckRow("top-1 agreement, exact ties aside", found.top1, limits.top1, found.top1 >= limits.top1),
+        CheckRow(
+            "top-1 agreement, ties counted", found.top1_plain, limits.top1_plain, found.top1_plain >= limits.top1_plain
+        ),
         CheckRow("KL, mean (nats)", found.kl, limits.kl, found.kl <= limits.kl),
     ]
     if found.loss_difference is not None:
@@ -187,7 +194,7 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
             f"{CHECK}: scores of {len(task.windows)} windows and {len(task.prompts)} answers kept in {options.record}"
         )
         return PASS
-    limits = Limits(options.top1, options.kl, options.loss, options.gap, options.beyond, options.parted)
+    limits = Limits(**{field.name: getattr(options, field.name) for field in fields(Limits)})
     b = others[0]
     found = figures(a, b, task, limits.gap)
     judged = rows(found, limits)

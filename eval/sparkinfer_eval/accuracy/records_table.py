@@ -12,17 +12,22 @@ from typing import Any
 
 from sparkinfer.errors import ConfigError, SparkinferError
 
-from .cli import CHECK
-from .compare import Limits
+from .cli import CHECK, rows
+from .compare import Figures, Limits
 
 HEAD = """# Accuracy records
 
 Made by `eval/accuracy_table.py` from the JSON files beside it; [docs/accuracy.md](../../docs/accuracy.md) defines the
-figures. KL and gaps in nats; top-1 without exact ties of 16-bit logits, in brackets with them.
+figures and says why there are two of top-1: "ties aside" leaves out positions whose two best 16-bit logits are exactly
+equal, "ties counted" takes them as differences. KL and gaps in nats. Limits: {limits}.
 
-| A | B, the reference | positions | top-1 | KL, mean | perplexity A, B | largest gap | equal answers | within limits |
-|---|---|---:|---:|---:|---:|---:|---:|---|
+{columns}
+|---|---|---:|---:|---:|---:|---:|---:|---:|---|
 """
+COLUMNS = (
+    "A", "B, the reference", "positions", "top-1, ties aside", "top-1, ties counted", "KL, mean", "perplexity A, B",
+    "largest gap", "equal answers", "within limits",
+)  # fmt: skip
 
 
 def read_documents(folder: Path) -> dict[str, dict[str, Any]]:
@@ -45,29 +50,38 @@ def engine_name(engine: dict[str, Any]) -> str:
     """An engine in a few words."""
     kind = engine.get("name") or engine["kind"]
     where = " server" if engine["kind"] == "server" else ""
-    parts = [f"{kind}{where}", engine.get("version"), engine.get("model"), engine.get("dtype")]
+    device = engine.get("device")
+    on = f"on {device.partition(':')[0]}" if device and device != "cpu" else None
+    parts = [f"{kind}{where}", engine.get("version"), engine.get("model"), engine.get("dtype"), on]
     return " ".join(str(part) for part in parts if part)
 
 
 def line(document: dict[str, Any]) -> str:
-    """One row."""
+    """One row, judged by the limits of today."""
     f = document["figures"]
+    failed = [row.name for row in rows(Figures(**f), Limits()) if not row.ok]
     losses = [f["loss_a"], f["loss_b"]]
     perplexity = ", ".join("–" if loss is None else f"{math.exp(loss):.4f}" for loss in losses)
-    verdict = "yes" if document["ok"] else "**no**: " + ", ".join(r["name"] for r in document["rows"] if not r["ok"])
+    verdict = "**no**: " + ", ".join(failed) if failed else "yes"
     cells = [
         engine_name(document["engines"]["a"]), engine_name(document["engines"]["b"]), f"{f['positions']}",
-        f"{f['top1']:.4f} ({f['top1_plain']:.4f})", f"{f['kl']:.2e}", perplexity, f"{f['gap']:.3f}",
+        f"{f['top1']:.4f}", f"{f['top1_plain']:.4f}", f"{f['kl']:.2e}", perplexity, f"{f['gap']:.3f}",
         f"{f['answers_equal']} of {f['answers']}", verdict,
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
+
+
+def _any(documents: dict[str, dict[str, Any]]) -> Figures:
+    """Figures of a document with the most rows to judge."""
+    found = (Figures(**document["figures"]) for document in documents.values())
+    return max(found, key=lambda figures: len(rows(figures, Limits())))
 
 
 def provenance(name: str, document: dict[str, Any]) -> str:
     """How one record came about."""
     machine, source, limits = document["machine"], document["source"], Limits()
     changed = {row["name"]: row["limit"] for row in document["rows"]}
-    usual = {limits.top1, limits.kl, limits.loss, limits.beyond, limits.parted}
+    usual = {limits.top1, limits.top1_plain, limits.kl, limits.loss, limits.beyond, limits.parted}
     other = "" if set(changed.values()) <= usual else f"; limits {changed}"
     versions = ", ".join(f"{letter.upper()} scored by {document['engines'][letter]['method']}" for letter in ("a", "b"))
     gpus = [gpu["name"] for gpu in machine.get("gpus") or []]
@@ -89,11 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SparkinferError as error:
         print(f"accuracy_table: {error}", file=sys.stderr)
         return error.exit_code
-    rows = "\n".join(map(line, documents.values()))
+    lines = "\n".join(map(line, documents.values()))
+    limits = "; ".join(f"{row.name} {row.limit:g}" for row in rows(_any(documents), Limits()))
+    head = HEAD.format(limits=limits, columns="| " + " | ".join(COLUMNS) + " |")
     records = "\n".join(provenance(name, document) for name, document in documents.items())
     path = options.folder / "README.md"
     temporary = path.with_name("README.md.part")
-    temporary.write_text(f"{HEAD}{rows}\n\n## Records\n\n{records}\n", encoding="utf-8")
+    temporary.write_text(f"{head}{lines}\n\n## Records\n\n{records}\n", encoding="utf-8")
     temporary.replace(path)
     print(f"{len(documents)} records in {path}")
     return 0
