@@ -348,7 +348,8 @@ def test_evaluation_of_a_run_that_was_rendered_anew_takes_the_place_of_the_first
 ) -> None:
     """Before anything is published: two evaluations of one run with different content would contradict each other."""
     predicate = {"run": "r", "schema": "sparkinfer/evaluation/v1", "not_the_shipped_image": False, "models": []}
-    predicate |= {"prompts": [], "cells": [], "decision_rules": [], "machine": {}, "baseline": {}, "git": {}}
+    predicate |= {"prompts": [], "raw_records": {}, "cells": [], "decision_rules": [], "machine": {}, "baseline": {}}
+    predicate["git"] = {}
     for number in ("1", "2"):
         files = {"report.json": number, "requests.parquet": number}
         made = statements.statement("x", attested.image.digest, statements.EVALUATION, {**predicate, "files": files})
