@@ -77,6 +77,29 @@ def test_costs_that_were_put_in_are_found() -> None:
     assert host["tokens"] == pytest.approx(2e-5, rel=0.1)
 
 
+def test_steps_that_were_held_up_scatter_and_do_not_move_the_model() -> None:
+    rng, steps, now = random.Random(1), [], 0.0
+    weights = [0.004, 0.0002] + [0.0] * (len(PASS_FEATURES) - 2)
+    for number, line in enumerate(lines(600)):
+        seconds = (
+            float(np.dot(weights, pass_features(line))) * rng.uniform(0.99, 1.01) * (3.0 if number % 5 == 4 else 1)
+        )
+        steps.append(Step(now, seconds, line))
+        now += seconds
+    costs = fit([steps], Host(), CONFIG, {})
+    assert costs.pass_weights[0] == pytest.approx(0.004, rel=0.02)
+    assert costs.pass_weights[1] == pytest.approx(0.0002, rel=0.05)
+    for factors in (costs.scatter["decode"], costs.scatter["prompt"]):
+        assert np.mean(factors) == pytest.approx(1.4, rel=0.05)
+        assert np.median(factors) == pytest.approx(1.0, abs=0.02)
+
+
+def test_scatter_stands_for_all_values() -> None:
+    assert cost.scatter([]) == []
+    assert cost.scatter([3.0]) == [3.0]
+    assert np.mean(cost.scatter(np.arange(1000.0))) == pytest.approx(499.5, abs=1)
+
+
 def test_time_without_work_is_no_cost() -> None:
     line = {"d": 4, "dc": 400, "n": 4}
     steps = [Step(number * 10.0, 0.01, line) for number in range(100)]
@@ -89,7 +112,9 @@ def test_too_few_steps_are_refused() -> None:
 
 
 def test_a_model_survives_its_file(tmp_path: Path) -> None:
-    costs = Costs([1e-3] * len(PASS_FEATURES), [1e-4] * len(HOST_FEATURES), Host(0.001), CONFIG, {"run": "x"})
+    host = Host(0.001, scatter={"ingest": [-0.001, 0.001]})
+    weights = [1e-3] * len(PASS_FEATURES), [1e-4] * len(HOST_FEATURES)
+    costs = Costs(*weights, host, CONFIG, {"run": "x"}, Host(0.002), {"decode": [0.9, 1.1]})
     cost.save(costs, tmp_path / "costs.json")
     assert cost.load(tmp_path / "costs.json") == costs
     assert "1000 x pass" in costs.describe()

@@ -14,12 +14,10 @@ from typing import Any
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.scheduling.config import SchedulerConfig
 
-from .. import metrics
 from ..cells import load_cells, resolve_cells
 from . import compare
 from .cost import Costs, Host, fit, load, save
-from .measured import FIT_CELLS, Recorded, fit_run, read_run
-from .replay import Outcome, simulate
+from .measured import Recorded, fit_cells, fit_run, read_run
 from .steps import read_trace
 from .workload import Workload, of_cell, of_records, read_requests
 
@@ -53,7 +51,10 @@ def parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="NAME=VALUE[,...]", dest="policies",
         help="a policy: settings of the scheduler (mixed_chunk=0); once for each policy to compare",
     )  # fmt: skip
-    top.add_argument("--fit-cells", nargs="+", default=list(FIT_CELLS), metavar="PATTERN", help="default %(default)s")
+    top.add_argument(
+        "--fit-cells", nargs="+", metavar="PATTERN",
+        help="fit on these cells of the run (default: predict each cell from all others)",
+    )  # fmt: skip
     top.add_argument("--engine", default="sparkinfer", help="engine of the run (default %(default)s)")
     top.add_argument("--model", help="model of the run, where it has several")
     top.add_argument("--out", type=Path, metavar="FOLDER", help="write table, JSON and plot there")
@@ -109,13 +110,15 @@ def costs_of(options: argparse.Namespace) -> tuple[Costs, Recorded | None, list[
         about = {**traces[0].about, "files": [path.name for path in options.steps]}
         return fit([trace.steps for trace in traces], Host(), traces[0].scheduler, about), None, []
     recorded = read_run(options.run, options.engine, options.model)
+    if options.fit_cells is None:
+        return fit_cells(recorded, recorded.cells), recorded, compare.predict_each(recorded)
     costs, seen = fit_run(recorded, options.fit_cells)
     return costs, recorded, compare.predict(recorded, costs, seen)
 
 
-def row(outcome: Outcome) -> list[str]:
-    """The figures of one simulation as text."""
-    found = {(v.metric, v.stat): v.value for v in metrics.summarise(outcome.records)}
+def row(workload: Workload, config: SchedulerConfig, costs: Costs) -> list[str]:
+    """The figures of one load under one policy as text."""
+    found, outcome = compare.simulated(workload, config, costs)
     figures = [f"{found[m, s]:.1f}" if (m, s) in found else "-" for m, s, _ in COLUMNS]
     return [*figures, str(outcome.stats.steps), f"{outcome.mean_decode_rows:.1f}", str(outcome.stats.preemptions)]
 
@@ -126,8 +129,8 @@ def policies_table(loads: Sequence[Workload], costs: Costs, policies: Sequence[s
     lines = ["| load | policy | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for workload in loads:
         for text in policies:
-            outcome = simulate(workload, policy(text, costs.scheduler), costs)
-            lines.append(f"| {workload.name} | {text or 'as recorded'} | " + " | ".join(row(outcome)) + " |")
+            figures = row(workload, policy(text, costs.scheduler), costs)
+            lines.append(f"| {workload.name} | {text or 'as recorded'} | " + " | ".join(figures) + " |")
     return "\n".join(lines)
 
 
@@ -145,8 +148,9 @@ def write_out(folder: Path, text: str, costs: Costs, recorded: Recorded | None, 
         temporary.write_text(content, encoding="utf-8")
         temporary.replace(folder / name)
     if recorded is not None and points:
-        count = len(costs.about["cells"])
-        title = f"{recorded.run}, {recorded.model}: simulated against measured, cost model fitted on {count} cells"
+        seen = len({point.cell for point in points if point.fitted})
+        how = f"cost model fitted on {seen} of the cells" if seen else "each cell from a cost model of the others"
+        title = f"{recorded.run}, {recorded.model}: simulated against measured, {how}"
         for suffix in ("png", "svg"):
             compare.plot(points, title, folder / f"simulation.{suffix}")
 

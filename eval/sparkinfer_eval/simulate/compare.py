@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 
+from sparkinfer.scheduling.config import SchedulerConfig
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from .. import metrics
 from .cost import Costs, error_of
-from .measured import CellRun, Recorded
-from .replay import simulate
-from .workload import of_records
+from .measured import CellRun, Recorded, fit_cells
+from .replay import Outcome, simulate
+from .workload import Workload, of_records
 
 BAND = 0.15
+SEEDS = 9
+"""Simulations of a load; a prediction is their median."""
 SHOWN = (("output_tok_s", "value"), ("ttft_ms", "p50"), ("itl_ms", "p50"))
 JUDGED = SHOWN[:2]
 TITLES = {"output_tok_s": "output tok/s", "ttft_ms": "TTFT p50 (ms)", "itl_ms": "ITL p50 (ms)"}
@@ -46,18 +51,51 @@ class Point:
         return abs(self.error) <= BAND
 
 
+def simulated(
+    workload: Workload, config: SchedulerConfig, costs: Costs
+) -> tuple[dict[tuple[str, str], float], Outcome]:
+    """Medians of the figures of SEEDS simulations by (metric, stat), and the last one's outcome."""
+    outcomes = [simulate(workload, config, costs, seed) for seed in range(SEEDS)]
+    values: dict[tuple[str, str], list[float]] = {}
+    for outcome in outcomes:
+        for v in metrics.summarise(outcome.records):
+            values.setdefault((v.metric, v.stat), []).append(v.value)
+    return {name: statistics.median(some) for name, some in values.items()}, outcomes[-1]
+
+
+def _points(recorded: Recorded, runs: Sequence[CellRun], costs: Costs, fitted: bool) -> list[Point]:
+    """One cell, whose measurement is the median of its runs. All of these offered the same load."""
+    measured = [one.figures() for one in runs]
+    found, _ = simulated(of_records(runs[0].cell, runs[0].records), recorded.trace.scheduler, costs)
+    return [
+        Point(runs[0].cell.id, *name, statistics.median(figures[name] for figures in measured), found[name], fitted)
+        for name in SHOWN
+        if name in found and all(name in figures for figures in measured)
+    ]
+
+
+def _by_cell(recorded: Recorded) -> dict[str, list[CellRun]]:
+    cells: dict[str, list[CellRun]] = {}
+    for one in recorded.cells:
+        cells.setdefault(one.cell.id, []).append(one)
+    return cells
+
+
 def predict(recorded: Recorded, costs: Costs, seen: Sequence[CellRun]) -> list[Point]:
     """Simulate every cell of the run with the settings that it ran with."""
+    return [
+        point
+        for runs in _by_cell(recorded).values()
+        for point in _points(recorded, runs, costs, any(one in seen for one in runs))
+    ]
+
+
+def predict_each(recorded: Recorded) -> list[Point]:
+    """The same, each cell with costs fitted on all other cells: no prediction has seen what it is compared with."""
     points = []
-    for one in recorded.cells:
-        outcome = simulate(of_records(one.cell, one.records), recorded.trace.scheduler, costs)
-        found = {(v.metric, v.stat): v.value for v in metrics.summarise(outcome.records)}
-        measured = one.figures()
-        points += [
-            Point(one.label, metric, stat, measured[metric, stat], found[metric, stat], one in seen)
-            for metric, stat in SHOWN
-            if (metric, stat) in measured and (metric, stat) in found
-        ]
+    for name, runs in _by_cell(recorded).items():
+        costs = fit_cells(recorded, [one for one in recorded.cells if one.cell.id != name])
+        points += _points(recorded, runs, costs, False)
     return points
 
 
@@ -115,6 +153,8 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
         axis.plot([low, high], [low, high], color="0.4", linewidth=1)
         for fitted, marker, label in ((True, "o", "fitted on"), (False, "^", "not seen")):
             some = [p for p in mine if p.fitted is fitted]
+            if not some:
+                continue
             axis.scatter([p.measured for p in some], [p.predicted for p in some], marker=marker, label=label, zorder=3)
         for point in mine:
             axis.annotate(point.cell, (point.measured, point.predicted), fontsize=6, xytext=(4, -6),

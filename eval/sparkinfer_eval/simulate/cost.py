@@ -1,8 +1,10 @@
 """The cost of a step and of what surrounds it, fitted from measurements.
 
 A pass, and the host's work between two passes, are linear in a few features with coefficients that are not negative
-(Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23). Errors are relative: weights follow the
-prediction of the round before, so that long prefill passes do not drown the many short decode passes.
+(Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23). What is minimised is the sum of absolute relative
+errors, by least squares with weights from the round before: the model is then that of a typical step, which neither the
+long prefill passes nor the steps that another program held up can pull away. How far steps scatter around it is kept
+beside it, and a simulation draws from that.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from sparkinfer.scheduling.types import StepPlan
 
 from .steps import HOST_FEATURES, PASS_FEATURES, Step, host_features, matrix, pass_features, plan_line
 
-SCHEMA = "sparkinfer/step-costs/v1"
-ROUNDS = 4
+SCHEMA = "sparkinfer/step-costs/v2"
+ROUNDS = 12
+LEAST_ERROR = 0.02
+"""Relative errors below this weigh as if they were as large: a step fitted exactly would outweigh all others."""
+SCATTER_VALUES = 40
 LONGEST_GAP_S = 0.05
 """A longer time between two passes is one in which nothing was to be done."""
 FEWEST_STEPS = 30
@@ -61,9 +66,9 @@ def nnls(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def fit_linear(
-    rows: Sequence[Sequence[float]], seconds: Sequence[float], groups: Sequence[bool] | None = None
+    rows: Sequence[Sequence[float]], seconds: Sequence[float] | np.ndarray, groups: Sequence[bool] | None = None
 ) -> list[float]:
-    """Non-negative coefficients of `seconds` in the feature rows, with relative errors weighed alike.
+    """Non-negative coefficients of `seconds` in the feature rows, of least absolute relative errors.
 
     `groups` tells two kinds of rows apart, which then count the same however many there are of each.
     """
@@ -76,9 +81,22 @@ def fit_linear(
     x = np.zeros(a.shape[1])
     floor = max(float(np.median(b)) * 0.1, 1e-6)
     for _ in range(ROUNDS):
-        x = nnls(a / scale * weights[:, None], b * weights) / scale
-        weights = share / np.maximum(a @ x, floor)
+        # The triangle of the QR factorisation has the same least squares as all rows.
+        columns = np.column_stack((a / scale * weights[:, None], b * weights))
+        triangle = np.asarray(np.linalg.qr(columns, mode="r"))
+        x = nnls(triangle[:, :-1], triangle[:, -1]) / scale
+        fitted = a @ x
+        error = np.abs(b - fitted) / np.maximum(fitted, floor)
+        weights = share / np.maximum(fitted, floor) / np.sqrt(np.maximum(error, LEAST_ERROR))
     return [float(value) for value in x]
+
+
+def scatter(values: Sequence[float] | np.ndarray) -> list[float]:
+    """At most SCATTER_VALUES values, as likely as each other, that stand for all of these; none for none."""
+    if not len(values):
+        return []
+    count = min(SCATTER_VALUES, len(values))
+    return [float(v) for v in np.quantile(np.asarray(values, dtype=np.float64), (np.arange(count) + 0.5) / count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +104,36 @@ class Host:
     """Costs outside the engine, in seconds, as measured between load generator and engine.
 
     `ingest`: from a request's start to its arrival in the idle engine, and `ingest_token` for each prompt token.
-    `front`: least time between the arrivals of two requests (the server reads and tokenises one after the other).
-    `egress`: from the end of a pass to the token's arrival at the client. `issue`: between the first requests of a
-    closed loop; `think`: from an answer's end to the next request of that loop; `spacing`: least time between two such
-    requests, since answers end together.
+    `egress`: from the end of a pass to the arrival of its tokens at the clients. `issue`: between the first requests of
+    a closed loop; `turn`: work that an ended answer makes; `think`: from there to the next request; `spacing`: between
+    such requests whose answers ended together. `scatter`: by the name of a cost, values to add to it, equally likely.
     """
 
     ingest: float = 0.0
     ingest_token: float = 0.0
-    front: float = 0.0
     egress: float = 0.0
     issue: float = 0.0
+    turn: float = 0.0
     think: float = 0.0
     spacing: float = 0.0
+    scatter: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A fitted cost model with what it was fitted on. Coefficients are seconds per unit of each feature."""
+    """A fitted cost model with what it was fitted on. Coefficients are seconds per unit of each feature.
+
+    `host` is of closed loops, `open_host` of planned arrivals, whose client is another program. `scatter`: measured
+    over predicted, equally likely, of passes that `decode` only, of those with a `prompt`, of the time `between` two.
+    """
 
     pass_weights: list[float]
     host_weights: list[float]
     host: Host
     scheduler: SchedulerConfig
     about: dict[str, Any] = field(default_factory=dict)
+    open_host: Host | None = None
+    scatter: dict[str, list[float]] = field(default_factory=dict)
 
     def pass_seconds(self, plan: StepPlan) -> float:
         """How long the model runner takes for a plan."""
@@ -128,12 +152,25 @@ class Costs:
         ):
             terms = [f"{w * 1e6:.4g} x {f}" for w, f in zip(weights, features, strict=True) if w > 0]
             lines.append(f"{name} (us): " + " + ".join(terms))
-        values = dataclasses.asdict(self.host)
-        lines.append("around (ms): " + ", ".join(f"{name} {value * 1e3:.3g}" for name, value in values.items()))
+        for name, host in (("closed loops", self.host), ("planned arrivals", self.open_host)):
+            if host is not None:
+                values = dataclasses.asdict(host)
+                del values["scatter"]
+                texts = (f"{cost} {value * 1e3:.3g}" for cost, value in values.items())
+                lines.append(f"around, {name} (ms): " + ", ".join(texts))
+        for name, factors in self.scatter.items():
+            low, middle, high = (float(np.percentile(factors, q)) for q in (10, 50, 90))
+            lines.append(f"scatter, {name} (p10, p50, p90 of measured / predicted): {low:.2f} {middle:.2f} {high:.2f}")
         return "\n".join(lines)
 
 
-def fit(steps: Sequence[Sequence[Step]], host: Host, scheduler: SchedulerConfig, about: dict[str, Any]) -> Costs:
+def fit(
+    steps: Sequence[Sequence[Step]],
+    host: Host,
+    scheduler: SchedulerConfig,
+    about: dict[str, Any],
+    open_host: Host | None = None,
+) -> Costs:
     """Fit from stretches of consecutive steps. Raises ConfigError for too few of them."""
     all_steps = [step for stretch in steps for step in stretch]
     if len(all_steps) < FEWEST_STEPS:
@@ -142,7 +179,11 @@ def fit(steps: Sequence[Sequence[Step]], host: Host, scheduler: SchedulerConfig,
         )
     # Few steps carry prompts, but they are all that the time to the first token consists of.
     carries = [bool(s.line.get("p")) for s in all_steps]
-    passes = fit_linear([pass_features(s.line) for s in all_steps], [s.seconds for s in all_steps], carries)
+    features, seconds = [pass_features(s.line) for s in all_steps], np.array([s.seconds for s in all_steps])
+    passes = fit_linear(features, seconds, carries)
+    factors = _factors(features, passes, seconds)
+    mask = np.array(carries)
+    spread = {"decode": scatter(factors[~mask]), "prompt": scatter(factors[mask])}
     rows, gaps = [], []
     for stretch in steps:
         for step, following in itertools.pairwise(stretch):
@@ -150,8 +191,18 @@ def fit(steps: Sequence[Sequence[Step]], host: Host, scheduler: SchedulerConfig,
             if gap < LONGEST_GAP_S and following.line["d"]:
                 rows.append(host_features(step.line))
                 gaps.append(max(0.0, gap))
-    between = fit_linear(rows, gaps) if len(gaps) >= FEWEST_STEPS else [0.0] * len(HOST_FEATURES)
-    return Costs(passes, between, host, scheduler, {**about, "steps": len(all_steps)})
+    between = [0.0] * len(HOST_FEATURES)
+    if len(gaps) >= FEWEST_STEPS:
+        between = fit_linear(rows, gaps)
+        spread["between"] = scatter(_factors(rows, between, gaps))
+    return Costs(passes, between, host, scheduler, {**about, "steps": len(all_steps)}, open_host, spread)
+
+
+def _factors(
+    rows: Sequence[Sequence[float]], weights: Sequence[float], seconds: Sequence[float] | np.ndarray
+) -> np.ndarray:
+    """Measured over predicted."""
+    return np.asarray(seconds) / np.maximum(matrix(rows) @ np.asarray(weights), 1e-9)
 
 
 def error_of(costs: Costs, steps: Sequence[Step]) -> float:
@@ -182,6 +233,8 @@ def load(path: Path) -> Costs:
             Host(**document["host"]),
             SchedulerConfig(**document["scheduler"]),
             dict(document["about"]),
+            Host(**document["open_host"]) if document["open_host"] is not None else None,
+            dict(document["scatter"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a cost model ({error}): make one with eval/simulate.py --save") from error

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -13,15 +16,13 @@ from sparkinfer.errors import ConfigError
 from .. import metrics
 from ..cells import Cell, cell_from_definition
 from ..records import Record, read_records, read_result
-from .cost import Costs, Host, fit, fit_linear
+from .cost import Costs, Host, fit, fit_linear, scatter
 from .steps import Step, Trace, read_trace
 
 FEWEST_LONE = 3
 LATER_NS = 1 << 63
-TOGETHER_S = 0.001
-"""Answers that end within this time end with the same step."""
-FIT_CELLS = ("*-c1", "*-c32")
-"""The least and the largest load; what lies between, and the open-loop cells, are then predicted."""
+QUIET_S = 0.05
+"""What an ended answer makes others do has passed after this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +101,41 @@ def arrivals(steps: Sequence[Step]) -> list[tuple[float, Step]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
-def _turns(one: CellRun) -> tuple[list[float], list[float]]:
-    """From an answer's end to the next request of a closed loop, by order, in seconds: where the answer ended alone,
-    and, where answers ended together, from one of their next requests to the following one."""
-    concurrency = one.cell.concurrency or 0
-    starts = [r.start_ns / 1e9 for r in one.records][concurrency:]
-    ends = sorted(r.end_ns / 1e9 for r in one.records)
-    think, spacing = [], []
-    for number, (start, end) in enumerate(zip(starts, ends, strict=False)):
-        gap = end - ends[number - 1] if number else TOGETHER_S * 10
-        if gap > TOGETHER_S * 5:
-            think.append(start - end)
-        elif gap < TOGETHER_S:
-            spacing.append(start - starts[number - 1])
-    return think, spacing
+def _last_steps(one: CellRun) -> list[int] | None:
+    """For each request the number of the step that gave its last token; None where the trace does not tell.
+
+    A request whose prompt took one chunk gets its first token there, and one from every later step that decodes.
+    """
+    begun = arrivals(one.steps)
+    if len(begun) != len(one.records):
+        return None
+    decoding = [number for number, step in enumerate(one.steps) if step.line["d"]]
+    numbers = {id(step): number for number, step in enumerate(one.steps)}
+    found = []
+    for record, (_, step) in zip(one.records, begun, strict=True):
+        if (record.prompt_tokens or 0) > max(length for _, length, _ in step.line["p"]):
+            return None
+        place = bisect.bisect_right(decoding, numbers[id(step)]) + (record.output_tokens or 1) - 2
+        found.append(decoding[min(place, len(decoding) - 1)])
+    return found
+
+
+def _turns(one: CellRun) -> list[tuple[int, list[float]]]:
+    """For the answers of a closed loop that ended with one step: how many, and when their next requests left, in
+    seconds after that step. Only steps that follow none of the same kind closely, whose turns would be in the way."""
+    last_steps = _last_steps(one)
+    if last_steps is None:
+        return []
+    counts = Counter(last_steps)
+    starts = [record.start_ns / 1e9 for record in one.records][one.cell.concurrency or 0 :]
+    found, before = [], -QUIET_S
+    for number in sorted(counts):
+        end, count = one.steps[number].end_s, counts[number]
+        mine, starts = starts[:count], starts[count:]
+        if len(mine) == count and end - before >= QUIET_S:
+            found.append((count, [start - end for start in mine]))
+        before = end
+    return found
 
 
 def _issue(one: CellRun) -> float | None:
@@ -147,7 +169,7 @@ def lone_requests(one: CellRun) -> list[tuple[Record, float, Step]]:
 
 
 def _ingest(lone: Sequence[tuple[Record, float, Step]]) -> tuple[float, float]:
-    """Seconds from a request's start to its arrival in the engine: a constant, and per prompt token.
+    """Typical seconds from a request's start to its arrival in the engine: a constant, and per prompt token.
 
     From the medians of requests of like length, so that one slow start counts for one.
     """
@@ -163,19 +185,21 @@ def _ingest(lone: Sequence[tuple[Record, float, Step]]) -> tuple[float, float]:
     return constant, per_token
 
 
+def _from(middle: float, values: Sequence[float]) -> list[float]:
+    """The scatter of values around their middle."""
+    return scatter([value - middle for value in values])
+
+
 def measure_host(cells: Sequence[CellRun]) -> Host:
     """The costs around the engine, from requests that had it to themselves and from the loops' beginnings.
 
     Raises ConfigError when hardly any did: a cell of concurrency 1, or one of few arrivals, has them.
     """
     lone: list[tuple[Record, float, Step]] = []
-    think: list[float] = []
-    spacing: list[float] = []
+    turns: list[tuple[int, list[float]]] = []
     for one in cells:
         if one.cell.concurrency:
-            alone, together = _turns(one)
-            think += alone
-            spacing += together
+            turns += _turns(one)
         lone += lone_requests(one)
     egress = [
         record.first_token_ns / 1e9 - step.end_s
@@ -190,24 +214,62 @@ def measure_host(cells: Sequence[CellRun]) -> Host:
     ingest, ingest_token = _ingest(lone)
     issues = [seconds for one in cells if (seconds := _issue(one)) is not None]
     issue = statistics.median(issues) if issues else 0.0
+    arrived = [at - record.start_ns / 1e9 - ingest_token * (record.prompt_tokens or 0) for record, at, _ in lone]
+    think, turn = _turn_costs(turns, _middle(egress))
+    waits = [starts[0] - _middle(egress) - turn * count - think for count, starts in turns]
+    spacing = [later - sooner for _, starts in turns for sooner, later in itertools.pairwise(starts)]
+    middle = {"egress": _middle(egress), "spacing": _middle(spacing)}
     return Host(
         ingest=ingest,
         ingest_token=ingest_token,
-        front=issue,
-        egress=max(0.0, statistics.median(egress)),
         issue=issue,
-        think=max(0.0, statistics.median(think)) if think else 0.0,
-        spacing=max(0.0, statistics.median(spacing)) if spacing else 0.0,
+        turn=turn,
+        think=think,
+        **middle,
+        scatter={
+            "ingest": _from(ingest, arrived),
+            "egress": _from(middle["egress"], egress),
+            "think": scatter(waits),
+            "spacing": _from(middle["spacing"], spacing),
+        },
     )
 
 
-def fit_run(recorded: Recorded, patterns: Sequence[str] = FIT_CELLS) -> tuple[Costs, list[CellRun]]:
+def _turn_costs(turns: Sequence[tuple[int, list[float]]], egress: float) -> tuple[float, float]:
+    """Seconds from a step's tokens at the client to the first of the next requests: a constant, and for each answer
+    that ended with the step."""
+    if not turns:
+        return 0.0, 0.0
+    seconds = [max(0.0, starts[0] - egress) for _, starts in turns]
+    if len({count for count, _ in turns}) == 1:
+        return 0.0, statistics.median(seconds) / turns[0][0]
+    constant, each = fit_linear([[1.0, count] for count, _ in turns], seconds)
+    return constant, each
+
+
+def _middle(seconds: Sequence[float]) -> float:
+    return max(0.0, statistics.median(seconds)) if seconds else 0.0
+
+
+def fit_cells(recorded: Recorded, cells: Sequence[CellRun]) -> Costs:
+    """The cost model from some cells of a run. Raises ConfigError when there are too few.
+
+    Closed loops and planned arrivals come from different clients; where one kind is missing, the other one's costs
+    stand in.
+    """
+    about = {**recorded.trace.about, "run": recorded.run, "model": recorded.model, "cells": [c.label for c in cells]}
+    closed = [one for one in cells if one.cell.concurrency]
+    planned = [one for one in cells if not one.cell.concurrency]
+    host = measure_host(closed or planned)
+    open_host = measure_host(planned) if planned and closed else None
+    return fit([one.steps for one in cells], host, recorded.trace.scheduler, about, open_host)
+
+
+def fit_run(recorded: Recorded, patterns: Sequence[str]) -> tuple[Costs, list[CellRun]]:
     """The cost model from the cells that match, and those cells. Raises ConfigError when there are too few."""
     cells = chosen(recorded.cells, patterns)
     if not cells:
         raise ConfigError(
             f"no cell matches {', '.join(patterns)}; the run has {', '.join(c.label for c in recorded.cells)}"
         )
-    about = {**recorded.trace.about, "run": recorded.run, "model": recorded.model, "cells": [c.label for c in cells]}
-    host = measure_host(cells)
-    return fit([one.steps for one in cells], host, recorded.trace.scheduler, about), cells
+    return fit_cells(recorded, cells), cells

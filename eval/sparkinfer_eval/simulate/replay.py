@@ -1,12 +1,21 @@
 """The simulation: clients, server and engine as events around the real scheduler.
 
 Only time is invented. Requests are admitted, packed, mixed, preempted and cached by `sparkinfer.scheduling` itself;
-a step takes what the cost model says, and every sampled token is the same one.
+a step takes what the cost model says, and every sampled token is the same one. With a seed, times scatter as the
+measured ones did: which requests share a pass then varies from one simulation to the next, as it does between runs.
+
+What is around the engine (server and load generator) does one thing after the other: on a machine of two CPUs they
+share the one that the engine leaves. Sixteen answers that end with one step are sixteen turns of work, and tokens of
+the steps meanwhile arrive behind it. The next requests leave when no ended answer is left to deal with, so that they
+come in bursts, as they do in recorded runs.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
+import random
 from dataclasses import dataclass, field
 
 from sparkinfer.errors import SparkinferError
@@ -44,14 +53,21 @@ class Outcome:
 class Simulation:
     """One workload through one scheduler."""
 
-    def __init__(self, workload: Workload, config: SchedulerConfig, costs: Costs) -> None:
-        """Raises ConfigError on contradictory settings."""
+    def __init__(self, workload: Workload, config: SchedulerConfig, costs: Costs, seed: int | None = None) -> None:
+        """Without a seed, every time is the typical one. Raises ConfigError on contradictory settings."""
         self._workload, self._costs = workload, costs
+        self._host = costs.host if workload.concurrency or costs.open_host is None else costs.open_host
+        self._rng = None if seed is None else random.Random(seed)
         self._scheduler = Scheduler(config)
         self._arrivals: list[tuple[float, int]] = []
         """(arrival in the engine, request number), a heap."""
         self._clients: dict[int, _Client] = {}
-        self._front_free_s = self._client_free_s = -1e9
+        self._free_s = 0.0
+        """When what is around the engine has done all it was given so far."""
+        self._to_send = 0
+        """Next requests of a closed loop that wait until all ended answers have been dealt with."""
+        self._send_s = 0.0
+        """When that is."""
         self._next = 0
         self._decode_rows = 0
 
@@ -59,7 +75,9 @@ class Simulation:
         """To the last token. Raises RequestError for a request that can never run."""
         self._begin()
         scheduler, now = self._scheduler, 0.0
-        while self._arrivals or scheduler.has_work:
+        while self._arrivals or self._to_send or scheduler.has_work:
+            coming = self._arrivals[0][0] if self._arrivals else math.inf
+            self._take_turns(now if scheduler.has_work else max(now, coming))
             if not scheduler.has_work:
                 now = max(now, self._arrivals[0][0])
             while self._arrivals and self._arrivals[0][0] <= now:
@@ -74,25 +92,39 @@ class Simulation:
 
     def _begin(self) -> None:
         """Send what does not wait for an answer."""
-        load, host = self._workload, self._costs.host
+        load = self._workload
         if load.concurrency:
-            for number in range(min(load.concurrency, len(load.shapes))):
-                self._send(number * host.issue)
+            self._send([number * self._host.issue for number in range(min(load.concurrency, len(load.shapes)))])
         else:
-            for shape in load.shapes:
-                self._send(shape.at_s)
+            self._send([shape.at_s for shape in load.shapes])
+            self._free_s = 0.0  # Arrivals to come do not keep anybody busy yet.
 
-    def _send(self, start_s: float) -> None:
-        """The next request leaves its client; one front end takes them in turn."""
-        if self._next == len(self._workload.shapes):
-            return
-        number, self._next = self._next, self._next + 1
-        self._clients[number] = _Client(number, start_s)
-        host = self._costs.host
-        ingest = host.ingest + host.ingest_token * self._workload.shapes[number].prompt_tokens
-        arrival = max(start_s + ingest, self._front_free_s + host.front)
-        self._front_free_s = arrival
-        heapq.heappush(self._arrivals, (arrival, number))
+    def _take_turns(self, until: float) -> None:
+        """Send the next requests of a closed loop, if no ended answer is left to deal with before `until`."""
+        if self._to_send and self._send_s <= until:
+            gaps = [self._around("think"), *(self._around("spacing") for _ in range(self._to_send - 1))]
+            self._to_send = 0
+            self._send([self._send_s + gap for gap in itertools.accumulate(gaps)])
+
+    def _send(self, starts: list[float]) -> None:
+        """The next requests leave their clients; the server takes them in turn."""
+        for start_s in starts:
+            number, self._next = self._next, self._next + 1
+            self._clients[number] = _Client(number, start_s)
+            ingest = self._around("ingest") + self._host.ingest_token * self._workload.shapes[number].prompt_tokens
+            self._free_s = max(self._free_s, start_s) + ingest
+            heapq.heappush(self._arrivals, (self._free_s, number))
+
+    def _around(self, name: str) -> float:
+        """A cost around the engine."""
+        middle: float = getattr(self._host, name)
+        values = self._host.scatter.get(name)
+        return middle if self._rng is None or not values else max(0.0, middle + self._rng.choice(values))
+
+    def _factor(self, name: str) -> float:
+        """How much longer than predicted something takes."""
+        values = self._costs.scatter.get(name)
+        return 1.0 if self._rng is None or not values else self._rng.choice(values)
 
     def _add(self, number: int) -> None:
         shape = self._workload.shapes[number]
@@ -101,17 +133,21 @@ class Simulation:
 
     def _step(self, plan: StepPlan, now: float) -> float:
         """Run a plan; returns when the next one may begin."""
-        end = now + self._costs.pass_seconds(plan)
+        end = now + self._costs.pass_seconds(plan) * self._factor("prompt" if plan.prefill else "decode")
         sampled = plan.num_sampled
         self._decode_rows += plan.num_decode
-        free = end + self._costs.host_seconds(plan)
-        load, host = self._workload, self._costs.host
+        free = end + self._costs.host_seconds(plan) * self._factor("between")
+        self._take_turns(end)
+        arrives = self._free_s = max(self._free_s, end) + self._around("egress")
+        ended = 0
         for update in self._scheduler.commit(plan, StepResult(plan.step_id, [TOKEN] * sampled, [None] * sampled)):
             client = self._clients[int(update.request.id)]
-            client.token_s.append(end + host.egress)
-            if update.finish_reason is not None and load.concurrency:
-                self._client_free_s = max(client.token_s[-1] + host.think, self._client_free_s + host.spacing)
-                self._send(self._client_free_s)
+            client.token_s.append(arrives)
+            ended += update.finish_reason is not None
+        if self._workload.concurrency:
+            self._free_s += ended * self._host.turn
+            self._to_send = min(self._to_send + ended, len(self._workload.shapes) - self._next)
+            self._send_s = self._free_s if ended else self._send_s
         return free
 
     def _record(self, client: _Client) -> Record:
@@ -131,6 +167,6 @@ class Simulation:
         )
 
 
-def simulate(workload: Workload, config: SchedulerConfig, costs: Costs) -> Outcome:
+def simulate(workload: Workload, config: SchedulerConfig, costs: Costs, seed: int | None = None) -> Outcome:
     """Run one workload with one set of scheduler settings. Raises ConfigError and RequestError."""
-    return Simulation(workload, config, costs).run()
+    return Simulation(workload, config, costs, seed).run()
