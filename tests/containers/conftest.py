@@ -196,6 +196,7 @@ class Attested:
         assert (code == 0) == outcome["ok"]
         if code:
             assert outcome["proved"] == []
+            assert outcome["figures"] == {}
             assert outcome["level"] == "none"
             assert outcome["problems"]
         return code, outcome

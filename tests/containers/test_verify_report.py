@@ -341,6 +341,8 @@ def test_figures_of_the_image_are_attached_to_the_image(tmp_path: Path, attested
     assert code == 0
     assert any("evaluation of this image" in line for line in outcome["proved"])
     assert outcome["evaluations"] == [run.info["run"]]
+    # From the image to the number.
+    assert outcome["figures"] == {run.info["run"]: json.loads((folder / "report.json").read_text())["cells"]}
 
 
 def test_evaluation_of_a_run_that_was_rendered_anew_takes_the_place_of_the_first(

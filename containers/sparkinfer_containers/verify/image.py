@@ -98,9 +98,12 @@ def verify_image(source: Source, digest: str, trust: TrustRoot, verifier: Bundle
         elif statement.predicate_type == SBOM:
             outcome.proved.append(f"SBOM: {len(statement.predicate['components'])} components listed")
         elif statement.predicate_type == EVALUATION:
-            cells = len(statement.predicate["cells"])
-            outcome.evaluations.append(statement.predicate["run"])
-            outcome.proved.append(f"evaluation of this image: run {statement.predicate['run']}, {cells} signed figures")
+            run, cells = statement.predicate["run"], statement.predicate["cells"]
+            outcome.evaluations.append(run)
+            outcome.figures[run] = cells
+            outcome.proved.append(
+                f"evaluation of this image: run {run}, {len(cells)} signed figures (--json lists them)"
+            )
     if EVALUATION not in {statement.predicate_type for statement in found}:
         outcome.not_proved.append("any figure: no evaluation of this image is attached")
     else:

@@ -25,6 +25,8 @@ class Outcome:
     signers: dict[str, dict[str, str]] = field(default_factory=dict)
     evaluations: list[str] = field(default_factory=list)
     """Names of the runs whose signed evaluations are about the target."""
+    figures: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By run, the figures that an image's evaluation signs (`cells` of docs/predicates/evaluation-v1.md)."""
 
     def problem(self, exit_code: int, text: str) -> None:
         """Record a reason to refuse."""
@@ -54,6 +56,7 @@ class Outcome:
             "not_proved": self.not_proved,
             "signers": {} if failed else self.signers,
             "evaluations": [] if failed else self.evaluations,
+            "figures": {} if failed else self.figures,
         }
 
     def to_text(self) -> str:
