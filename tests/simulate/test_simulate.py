@@ -232,7 +232,10 @@ def test_a_wrong_model_is_outside_the_band(run_folder: Path) -> None:
     assert "0 of 4 cells the model was fitted on" in compare.verdict(points)
 
 
-def test_command_line_on_a_run(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_on_a_run(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "SEEDS", 1)
     arguments = ["--run", str(run_folder), "--out", str(tmp_path / "out"), "--save", str(tmp_path / "costs.json")]
     arguments += ["--fit-cells", *ENDS]
     assert cli.main([*arguments, "--set", "mixed_chunk=0", "--set", "mixed_chunk=1024,pack_prefill=0"]) == 0

@@ -107,6 +107,8 @@ class Host:
     `egress`: from the end of a pass to the arrival of its tokens at the clients. `issue`: between the first requests of
     a closed loop; `turn`: work that an ended answer makes; `think`: from there to the next request; `spacing`: between
     such requests whose answers ended together. `scatter`: by the name of a cost, values to add to it, equally likely.
+    `crowding`: how many times longer passes take beside ended answers and new requests: several processes are then at
+    work on the CPUs that the engine leaves, and on its own.
     """
 
     ingest: float = 0.0
@@ -117,6 +119,7 @@ class Host:
     think: float = 0.0
     spacing: float = 0.0
     scatter: dict[str, list[float]] = field(default_factory=dict)
+    crowding: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +158,9 @@ class Costs:
         for name, host in (("closed loops", self.host), ("planned arrivals", self.open_host)):
             if host is not None:
                 values = dataclasses.asdict(host)
-                del values["scatter"]
+                del values["scatter"], values["crowding"]
                 texts = (f"{cost} {value * 1e3:.3g}" for cost, value in values.items())
-                lines.append(f"around, {name} (ms): " + ", ".join(texts))
+                lines.append(f"around, {name} (ms): " + ", ".join(texts) + f"; crowding {host.crowding:.2f} x")
         for name, factors in self.scatter.items():
             low, middle, high = (float(np.percentile(factors, q)) for q in (10, 50, 90))
             lines.append(f"scatter, {name} (p10, p50, p90 of measured / predicted): {low:.2f} {middle:.2f} {high:.2f}")
@@ -170,8 +173,12 @@ def fit(
     scheduler: SchedulerConfig,
     about: dict[str, Any],
     open_host: Host | None = None,
+    crowded: Sequence[bool] | None = None,
 ) -> Costs:
-    """Fit from stretches of consecutive steps. Raises ConfigError for too few of them."""
+    """Fit from stretches of consecutive steps. Raises ConfigError for too few of them.
+
+    `crowded` tells, of all steps in a row, which began while ended answers and new requests were dealt with.
+    """
     all_steps = [step for stretch in steps for step in stretch]
     if len(all_steps) < FEWEST_STEPS:
         raise ConfigError(
@@ -182,8 +189,11 @@ def fit(
     features, seconds = [pass_features(s.line) for s in all_steps], np.array([s.seconds for s in all_steps])
     passes = fit_linear(features, seconds, carries)
     factors = _factors(features, passes, seconds)
-    mask = np.array(carries)
-    spread = {"decode": scatter(factors[~mask]), "prompt": scatter(factors[mask])}
+    mask, apart = np.array(carries), ~np.array(crowded or [False] * len(all_steps))
+    spread = {"decode": scatter(factors[~mask & apart]), "prompt": scatter(factors[mask & apart])}
+    if apart.any() and not apart.all():
+        crowding = float(factors[~apart].mean() / factors[apart].mean())
+        host = dataclasses.replace(host, crowding=max(1.0, crowding))
     rows, gaps = [], []
     for stretch in steps:
         for step, following in itertools.pairwise(stretch):

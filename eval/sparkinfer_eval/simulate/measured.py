@@ -120,6 +120,23 @@ def _last_steps(one: CellRun) -> list[int] | None:
     return found
 
 
+def _crowded(one: CellRun, host: Host) -> list[bool]:
+    """Which steps began while the answers of an earlier step and the requests that follow them were dealt with."""
+    last_steps = _last_steps(one) if one.cell.concurrency else None
+    if last_steps is None:
+        return [False] * len(one.steps)
+    each = host.turn + host.ingest
+    # A loop begins with new requests.
+    until = one.records[0].start_ns / 1e9 + host.ingest * (one.cell.concurrency or 0)
+    counts = Counter(last_steps)
+    found = []
+    for number, step in enumerate(one.steps):
+        found.append(step.wall_s < until)
+        if number in counts:
+            until = max(until, step.end_s + host.egress + host.think) + each * counts[number]
+    return found
+
+
 def _turns(one: CellRun) -> list[tuple[int, list[float]]]:
     """For the answers of a closed loop that ended with one step: how many, and when their next requests left, in
     seconds after that step. Only steps that follow none of the same kind closely, whose turns would be in the way."""
@@ -215,9 +232,11 @@ def measure_host(cells: Sequence[CellRun]) -> Host:
     issues = [seconds for one in cells if (seconds := _issue(one)) is not None]
     issue = statistics.median(issues) if issues else 0.0
     arrived = [at - record.start_ns / 1e9 - ingest_token * (record.prompt_tokens or 0) for record, at, _ in lone]
-    think, turn = _turn_costs(turns, _middle(egress))
-    waits = [starts[0] - _middle(egress) - turn * count - think for count, starts in turns]
     spacing = [later - sooner for _, starts in turns for sooner, later in itertools.pairwise(starts)]
+    # From the tokens at the client to the last of the next requests, less the time from the first of them to it.
+    taken = [(n, starts[-1] - _middle(egress) - _middle(spacing) * (n - 1)) for n, starts in turns]
+    think, turn = _turn_costs(taken)
+    waits = [seconds - turn * count - think for count, seconds in taken]
     middle = {"egress": _middle(egress), "spacing": _middle(spacing)}
     return Host(
         ingest=ingest,
@@ -235,15 +254,13 @@ def measure_host(cells: Sequence[CellRun]) -> Host:
     )
 
 
-def _turn_costs(turns: Sequence[tuple[int, list[float]]], egress: float) -> tuple[float, float]:
-    """Seconds from a step's tokens at the client to the first of the next requests: a constant, and for each answer
-    that ended with the step."""
-    if not turns:
+def _turn_costs(taken: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """From (answers that ended with a step, seconds until their turns were done): a constant, and for each answer."""
+    if not taken:
         return 0.0, 0.0
-    seconds = [max(0.0, starts[0] - egress) for _, starts in turns]
-    if len({count for count, _ in turns}) == 1:
-        return 0.0, statistics.median(seconds) / turns[0][0]
-    constant, each = fit_linear([[1.0, count] for count, _ in turns], seconds)
+    if len({count for count, _ in taken}) == 1:
+        return 0.0, max(0.0, statistics.median(seconds / count for count, seconds in taken))
+    constant, each = fit_linear([[1.0, count] for count, _ in taken], [max(0.0, seconds) for _, seconds in taken])
     return constant, each
 
 
@@ -262,7 +279,8 @@ def fit_cells(recorded: Recorded, cells: Sequence[CellRun]) -> Costs:
     planned = [one for one in cells if not one.cell.concurrency]
     host = measure_host(closed or planned)
     open_host = measure_host(planned) if planned and closed else None
-    return fit([one.steps for one in cells], host, recorded.trace.scheduler, about, open_host)
+    crowded = [flag for one in cells for flag in _crowded(one, host)]
+    return fit([one.steps for one in cells], host, recorded.trace.scheduler, about, open_host, crowded)
 
 
 def fit_run(recorded: Recorded, patterns: Sequence[str]) -> tuple[Costs, list[CellRun]]:

@@ -68,6 +68,8 @@ class Simulation:
         """Next requests of a closed loop that wait until all ended answers have been dealt with."""
         self._send_s = 0.0
         """When that is."""
+        self._crowded_s = 0.0
+        """When ended answers and new requests have been dealt with."""
         self._next = 0
         self._decode_rows = 0
 
@@ -97,7 +99,7 @@ class Simulation:
             self._send([number * self._host.issue for number in range(min(load.concurrency, len(load.shapes)))])
         else:
             self._send([shape.at_s for shape in load.shapes])
-            self._free_s = 0.0  # Arrivals to come do not keep anybody busy yet.
+            self._free_s = self._crowded_s = 0.0  # Arrivals to come do not keep anybody busy yet.
 
     def _take_turns(self, until: float) -> None:
         """Send the next requests of a closed loop, if no ended answer is left to deal with before `until`."""
@@ -114,6 +116,7 @@ class Simulation:
             ingest = self._around("ingest") + self._host.ingest_token * self._workload.shapes[number].prompt_tokens
             self._free_s = max(self._free_s, start_s) + ingest
             heapq.heappush(self._arrivals, (self._free_s, number))
+        self._crowded_s = self._free_s
 
     def _around(self, name: str) -> float:
         """A cost around the engine."""
@@ -133,7 +136,9 @@ class Simulation:
 
     def _step(self, plan: StepPlan, now: float) -> float:
         """Run a plan; returns when the next one may begin."""
-        end = now + self._costs.pass_seconds(plan) * self._factor("prompt" if plan.prefill else "decode")
+        alone = self._costs.pass_seconds(plan) * self._factor("prompt" if plan.prefill else "decode")
+        crowded, slower = max(0.0, self._crowded_s - now), self._host.crowding
+        end = now + (alone * slower if alone * slower <= crowded else alone + crowded * (1 - 1 / slower))
         sampled = plan.num_sampled
         self._decode_rows += plan.num_decode
         free = end + self._costs.host_seconds(plan) * self._factor("between")
@@ -147,7 +152,8 @@ class Simulation:
         if self._workload.concurrency:
             self._free_s += ended * self._host.turn
             self._to_send = min(self._to_send + ended, len(self._workload.shapes) - self._next)
-            self._send_s = self._free_s if ended else self._send_s
+            if ended:
+                self._send_s = self._crowded_s = self._free_s
         return free
 
     def _record(self, client: _Client) -> Record:
