@@ -1,6 +1,7 @@
 """Build, check, time and compare on a bare GPU host, one short phase a call: `python eval/gpu_host.py PHASE --help`.
 
-Phases: setup, checkpoint, check, bench, profile, serve, cells, stop, table. Servers outlive a call.
+Phases: setup, checkpoint, prompts, check, bench, profile, serve, warm, cells, stop, table, collect. Servers outlive a
+call. `import`, on another machine, makes what `collect` packed a run under results/ that eval/render_report.py reads.
 """
 
 from __future__ import annotations

@@ -37,6 +37,8 @@ class Target:
     model_name: str
     model: Path
     out: Path
+    model_digest: str | None = None
+    """Of the model folder, where the caller knows it; else it is computed for each result."""
 
     def __post_init__(self) -> None:
         for name in ("run", "engine", "engine_version", "engine_digest", "model_name"):
@@ -107,7 +109,7 @@ def write_result(
         engine_version=target.engine_version,
         engine_digest=target.engine_digest,
         model=target.model_name,
-        model_digest=model_digest(target.model),
+        model_digest=target.model_digest or model_digest(target.model),
         cell=cell.id,
         rep=target.rep,
         cell_definition=cell.definition(),

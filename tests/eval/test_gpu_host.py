@@ -59,14 +59,14 @@ def test_both_engines_get_the_same_distinct_prompts() -> None:
 
 
 def test_cells_and_their_numbers(host: Host) -> None:
-    found = host_cells.cells_of(host, "chat-c16,long_prompt-c1", 3)
+    found = host_cells.cells_of(host, "chat-c16,long_prompt-c1", {"requests": {"1": 3}})
     assert [(cell.id, cell.requests, cell.prompt_tokens) for cell in found] == [
-        ("chat-c16", 16, 1024),
+        ("chat-c16", 128, 1024),
         ("long_prompt-c1", 3, 8192),
     ]
-    assert len(host_cells.cells_of(host, "all", None)) == 12
+    assert len(host_cells.cells_of(host, "all", {})) == 12
     with pytest.raises(ConfigError, match="no closed-loop cell poisson-r1"):
-        host_cells.cells_of(host, "poisson-r1", None)
+        host_cells.cells_of(host, "poisson-r1", {})
 
 
 def test_the_table_compares_what_both_engines_have(host: Host) -> None:

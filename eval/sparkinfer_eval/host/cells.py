@@ -1,4 +1,4 @@
-"""Cells of a running server as raw results, by token ids or with AIPerf; a table of ratios."""
+"""Cells of a running server as raw results, by token ids or with AIPerf."""
 
 from __future__ import annotations
 
@@ -6,29 +6,42 @@ import datetime as dt
 import hashlib
 import json
 import sys
-from dataclasses import asdict
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from sparkinfer.errors import ConfigError
-from sparkinfer.identity import engine_digest
+from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer_eval import metrics, token_load
-from sparkinfer_eval.cells import Cell, cell_digest, load_cells, resolve_cells
+from sparkinfer_eval.aiperf import Load, measure
+from sparkinfer_eval.cells import Cell, cell_digest, load_cells, resolve_cells, resolve_scale
+from sparkinfer_eval.host import facts
 from sparkinfer_eval.host.servers import Running
 from sparkinfer_eval.host.site import Host, program
 from sparkinfer_eval.plan.identity import folder_digest
+from sparkinfer_eval.prompts import read_prompts
 from sparkinfer_eval.records import RawResult, read_records, write_records
+from sparkinfer_eval.report.failures import record_failure
+from sparkinfer_eval.result_folder import Target
 
+SCALE = "full"
+BLOCK = 1
 WARM_TOKENS = 16
 FIGURES = (("output_tok_s", "value"), ("ttft_ms", "p50"), ("ttft_ms", "p99"), ("itl_ms", "p50"))
 
 
-def cells_of(host: Host, names: str, requests: int | None) -> list[Cell]:
-    """The closed-loop cells of the full scale, by name (`chat-c1,long_prompt-c4`) or `all`.
+def settings_of(host: Host, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The full scale with changed counts. Raises ConfigError for an unknown key."""
+    return resolve_scale(load_cells(host.root / "config" / "cells.yaml"), SCALE, overrides)
+
+
+def cells_of(host: Host, names: str, overrides: Mapping[str, Any]) -> list[Cell]:
+    """The closed-loop cells of the full scale, by name (`chat-c1,long_prompt-c4`, in that order) or `all`.
 
     Raises ConfigError for an unknown one.
     """
-    overrides = {} if requests is None else {"requests": {count: max(count, requests) for count in (1, 4, 16, 32)}}
-    found = resolve_cells(load_cells(host.root / "config" / "cells.yaml"), "full", overrides)
+    found = resolve_cells(load_cells(host.root / "config" / "cells.yaml"), SCALE, overrides)
     closed = {name: cell for name, cell in found.items() if cell.kind == "closed"}
     wanted = list(closed) if names == "all" else names.split(",")
     for name in wanted:
@@ -37,75 +50,151 @@ def cells_of(host: Host, names: str, requests: int | None) -> list[Cell]:
     return [closed[name] for name in wanted]
 
 
+def run_folder(host: Host, run: str) -> Path:
+    """Where a run's raw results lie."""
+    return host.work / "results" / run
+
+
 def folder_of(host: Host, run: str, server: Running, cell: str, rep: int) -> Path:
-    """Where a raw result lies; a column other than `exact` is part of the engine's name."""
-    engine = server.engine if server.column == "exact" else f"{server.engine}-{server.column}"
-    return host.work / "results" / run / "b1" / engine / server.model / cell / f"r{rep}"
+    """Where a raw result lies."""
+    return run_folder(host, run) / f"b{BLOCK}" / server.name / server.model / cell / f"r{rep}"
 
 
-def quick_cell(host: Host, run: str, server: Running, cell: Cell, rep: int, seed: int) -> None:
-    """Measure one cell by token ids and write its raw result. An existing result is kept."""
-    out = folder_of(host, run, server, cell.id, rep)
-    if not (out / "result.json").exists():
+@dataclass(frozen=True)
+class Sitting:
+    """What all cells of a call share: the run, its repetition and seed, the server."""
+
+    host: Host
+    run: str
+    server: Running
+    rep: int
+    seed: int
+
+    def target(self, cell: Cell) -> Target:
+        """Identity and folder of one cell's result."""
+        host, server = self.host, self.server
         model = host.model(server.model)
-        vocab = int(json.loads((model / "config.json").read_text("utf-8"))["vocab_size"])
-        assert cell.concurrency is not None
-        assert cell.output_tokens is not None
-        prompt, answer = cell.prompt_tokens, cell.output_tokens
-        warm = token_load.jobs(cell.id, "warmup", cell.concurrency, prompt, WARM_TOKENS, vocab, seed)
-        waves = [warm, token_load.jobs(cell.id, "profiling", cell.requests, prompt, answer, vocab, seed)]
-        started = dt.datetime.now(dt.UTC)
-        records = token_load.run(server.url, "m", waves, cell.concurrency, cell.request_timeout_s)
-        prompts = hashlib.sha256("".join(r.prompt_sha256 for r in sorted(records, key=lambda r: r.request_id)).encode())
-        digest = engine_digest() if server.engine == "sparkinfer" else f"bundle:{server.engine}"
-        result = RawResult(
-            run=run,
-            block=1,
-            engine=out.parts[-4],
-            engine_version="",
-            engine_digest=digest,
-            model=server.model,
+        known = facts.of_server(host, run_folder(host, self.run), server)
+        return Target(
+            run=self.run,
+            block=BLOCK,
+            rep=self.rep,
+            engine=server.name,
+            engine_version=known["version"],
+            engine_digest=known["engine_digest"],
+            model_name=server.model,
+            model=model,
+            out=folder_of(host, self.run, server, cell.id, self.rep),
             model_digest=folder_digest(model, host.work / "digests"),
-            cell=cell.id,
-            rep=rep,
-            cell_definition=cell.definition(),
-            cell_digest=cell_digest(cell),
-            prompts_sha256=prompts.hexdigest(),
-            command=sys.argv,
-            started_at=started.isoformat(timespec="seconds"),
-            tool={"name": "token_load", "version": "1"},
         )
-        staging = out.with_name(f".{out.name}.part")
-        staging.mkdir(parents=True, exist_ok=True)
-        write_records(staging / "records.jsonl", records)
-        (staging / "result.json").write_text(json.dumps(asdict(result), indent=1) + "\n", "utf-8")
-        staging.rename(out)
-    print(line(out), flush=True)
 
 
-def aiperf_cell(host: Host, run: str, server: Running, cell: Cell, rep: int, seed: int) -> int:
-    """Measure one cell with the bundled AIPerf, by `eval/run_cell.py`; returns its exit code."""
-    out, model = folder_of(host, run, server, cell.id, rep), host.model(server.model)
-    if (out / "result.json").exists():
-        print(line(out))
-        return 0
-    prompts = host.work / "prompts" / server.model
-    common = ["--scale", "full", "--cell", cell.id]
-    if not (prompts / f"{cell.id}.jsonl").exists():
-        made = ["eval/make_prompts.py", "--model", str(model), "--block", "1", "--out", str(prompts), *common]
-        if code := program(host, "prompts", made, host.work / "logs" / "prompts.log", 300):
-            return code
-    launcher = host.work / "aiperf-launcher"
-    path = host.environment("aiperf")["PYTHONPATH"]
-    launcher.write_text(f'#!/bin/sh\nPYTHONPATH="{path}" exec "{sys.executable}" -m aiperf.cli "$@"\n', "utf-8")
-    launcher.chmod(0o755)
-    arguments = [
-        "eval/run_cell.py", "--url", server.url, "--served-name", "m", "--model", str(model), "--aiperf", str(launcher),
-        "--seed", str(seed), "--prompts", str(prompts / f"{cell.id}.jsonl"), *common, "--run", run, "--engine",
-        out.parts[-4], "--engine-version", "0", "--engine-digest", engine_digest(), "--model-name", server.model,
-        "--rep", str(rep), "--out", str(out),
-    ]  # fmt: skip
-    return program(host, cell.id, arguments, host.work / "logs" / f"{cell.id}.log", cell.timeout_s)
+def measure_cells(sitting: Sitting, cells: list[Cell], load: str, until: float) -> int:
+    """Measure cells that have no result yet, none of them begun after `until` (time.monotonic()).
+
+    A cell that is not a result is recorded as failed, and the next one begun. Returns the exit code.
+    """
+    code = 0
+    for cell in cells:
+        target = sitting.target(cell)
+        if not (target.out / "result.json").exists():
+            if time.monotonic() > until:
+                print(f"{cell.id}: no time left in this call", flush=True)
+                continue
+            begun = time.monotonic()
+            try:
+                (quick_cell if load == "tokens" else aiperf_cell)(sitting, cell, target)
+            except SparkinferError as error:
+                record_failure(
+                    run_folder(sitting.host, sitting.run), block=BLOCK, engine=target.engine, model=target.model_name,
+                    cell=cell.id, rep=sitting.rep, reason=str(error),
+                )  # fmt: skip
+                print(f"{cell.id}: {error}", flush=True)
+                code = 1
+                continue
+            print(f"({time.monotonic() - begun:.1f} s) ", end="")
+        print(line(target.out), flush=True)
+    return code
+
+
+def quick_cell(sitting: Sitting, cell: Cell, target: Target) -> None:
+    """Measure one cell by token ids and write its raw result."""
+    vocab = int(json.loads((target.model / "config.json").read_text("utf-8"))["vocab_size"])
+    assert cell.concurrency is not None
+    assert cell.output_tokens is not None
+    prompt, answer, seed = cell.prompt_tokens, cell.output_tokens, sitting.seed
+    warm = token_load.jobs(cell.id, "warmup", cell.warmup_requests, prompt, WARM_TOKENS, vocab, seed)
+    waves = [warm, token_load.jobs(cell.id, "profiling", cell.requests, prompt, answer, vocab, seed)]
+    started = dt.datetime.now(dt.UTC)
+    records = token_load.run(sitting.server.url, "m", waves, cell.concurrency, cell.request_timeout_s)
+    prompts = hashlib.sha256("".join(r.prompt_sha256 for r in sorted(records, key=lambda r: r.request_id)).encode())
+    assert target.model_digest is not None
+    result = RawResult(
+        run=target.run,
+        block=target.block,
+        engine=target.engine,
+        engine_version=target.engine_version,
+        engine_digest=target.engine_digest,
+        model=target.model_name,
+        model_digest=target.model_digest,
+        cell=cell.id,
+        rep=target.rep,
+        cell_definition=cell.definition(),
+        cell_digest=cell_digest(cell),
+        prompts_sha256=prompts.hexdigest(),
+        command=facts.plain(sitting.host, [sys.executable, *sys.argv]),
+        started_at=started.isoformat(timespec="seconds"),
+        tool={"name": "token_load", "version": "1"},
+    )
+    staging = target.out.with_name(f".{target.out.name}.part")
+    staging.mkdir(parents=True, exist_ok=True)
+    write_records(staging / "records.jsonl", records)
+    (staging / "result.json").write_text(json.dumps(asdict(result), indent=1) + "\n", "utf-8")
+    staging.rename(target.out)
+
+
+def aiperf_cell(sitting: Sitting, cell: Cell, target: Target) -> None:
+    """Measure one cell with the bundled AIPerf, as `eval/run_cell.py` does. Raises InvalidRun with the failed gates."""
+    path = prompts_of(sitting.host, sitting.server.model) / f"{cell.id}.jsonl"
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: make it with `gpu_host.py prompts`")
+    load = Load(
+        url=sitting.server.url,
+        served_name="m",
+        model=target.model,
+        cell=cell,
+        prompts=read_prompts(path),
+        seed=sitting.seed,
+        executable=sitting.host.launcher("aiperf", "-m", "aiperf"),
+    )
+    measure(load, target)
+
+
+WAVES = ((1, 32), (4, 128), (16, 256), (32, 128), (4, 1024), (1, 8192))
+"""Requests at once and their prompt tokens."""
+
+
+def warm_up(host: Host, server: Running) -> None:
+    """Requests of every size, the same for every engine, so that nothing is compiled while a cell is measured."""
+    vocab = int(json.loads((host.model(server.model) / "config.json").read_text("utf-8"))["vocab_size"])
+    begun = time.monotonic()
+    for count, length in WAVES:
+        wave = token_load.jobs(f"warm-up-{count}", "warmup", count, length, WARM_TOKENS, vocab, 0)
+        token_load.run(server.url, "m", [wave], count)
+    print(f"{server.name} warmed up in {time.monotonic() - begun:.1f} s", flush=True)
+
+
+def prompts_of(host: Host, model: str) -> Path:
+    """Where a model's prompts lie."""
+    return host.work / "prompts" / model
+
+
+def make_prompts(host: Host, model: str, cells: list[Cell], overrides: Mapping[str, Any], seed: int) -> int:
+    """Write the cells' prompts, the same for every engine; returns the exit code."""
+    arguments = ["eval/make_prompts.py", "--model", str(host.model(model)), "--block", str(BLOCK), "--scale", SCALE]
+    arguments += ["--seed", str(seed), "--out", str(prompts_of(host, model)), "--overrides", json.dumps(overrides)]
+    arguments += [word for cell in cells for word in ("--cell", cell.id)]
+    return program(host, "prompts", arguments, host.work / "logs" / f"prompts-{model}.log", 300)
 
 
 def figures(folder: Path) -> dict[tuple[str, str], float]:
@@ -122,7 +211,7 @@ def line(folder: Path) -> str:
 
 def table(host: Host, run: str) -> list[str]:
     """Every cell that sparkinfer and vLLM both have: output tok/s and TTFT p50 with their ratios."""
-    base = host.work / "results" / run / "b1"
+    base = run_folder(host, run) / f"b{BLOCK}"
     lines = [f"{'engine':16} {'model':14} {'cell':16} {'tok/s':>9} {'ratio':>6} {'TTFT p50':>9} {'ratio':>6}"]
     for result in sorted(base.glob("*/*/*/r1/result.json")):
         folder = result.parent

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
 from pathlib import Path
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer_eval.host import servers
 from sparkinfer_eval.host.site import Host, install_wheels, program, unpack
+from sparkinfer_eval.host.tokenizer import write_text_tokenizer
 
 CHECKS = ("pack_ckpt_check", "prefix_check", "mixed_conc_check")
 
@@ -39,14 +42,27 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--column", choices=("exact", "fast"), default="exact")
     serve.add_argument("--port", type=int, default=8100)
     serve.add_argument("rest", nargs=argparse.REMAINDER, help="-- and more flags of the server")
-    cells.add_argument("--cells", default="all", help="cell ids separated by commas (default %(default)s)")
     cells.add_argument("--load", choices=("tokens", "aiperf"), default="tokens")
-    cells.add_argument("--requests", type=int, help="requests of a cell, at least its concurrency")
     cells.add_argument("--rep", type=int, default=1)
-    cells.add_argument("--seed", type=int, default=0)
-    for one in (cells, phases.add_parser("table", help="ratios of the cells that both engines have")):
+    cells.add_argument("--within", type=float, default=float("inf"), help="begin no cell after so many seconds")
+    prompts = phases.add_parser("prompts", help="write the prompts that AIPerf sends, the same for every engine")
+    prompts.add_argument("--model", required=True, help="name or folder")
+    collect = phases.add_parser("collect", help="pack a run's raw results into one archive")
+    collect.add_argument("--out", type=Path, required=True, help="folder of the archive")
+    collect.add_argument("--statement", required=True, help="one sentence about the run's scale, for its report")
+    collect.add_argument("--checks", default="", help="check programs that belong to the run, separated by commas")
+    for one in (prompts, cells):
+        one.add_argument("--cells", default="all", help="cell ids separated by commas (default %(default)s)")
+        one.add_argument("--seed", type=int, default=0)
+    for one in (prompts, cells, collect):
+        one.add_argument("--overrides", type=json.loads, default={}, help="JSON object of changes to the full scale")
+    for one in (cells, collect, phases.add_parser("table", help="ratios of the cells that both engines have")):
         one.add_argument("--run", default="quick", help="run name (default %(default)s)")
+    phases.add_parser("warm", help="warm the running server up")
     phases.add_parser("stop", help="end the running server")
+    bring = phases.add_parser("import", help="on another machine: an archive of `collect` becomes results/<run>")
+    bring.add_argument("archive", type=Path)
+    bring.add_argument("--results", type=Path, default=Path("results"))
     return parser
 
 
@@ -79,27 +95,46 @@ def _run(host: Host, options: argparse.Namespace) -> int:
             more = ["--layers", str(options.layers)] if options.layers else []
             arguments = ["models/random_checkpoint.py", str(host.work / "models" / name), "--shape", options.shape]
             arguments += ["--format", options.format, *more]
-            return program(host, "checkpoint", arguments, host.work / "logs" / f"checkpoint-{name}.log", 300)
+            code = program(host, "checkpoint", arguments, host.work / "logs" / f"checkpoint-{name}.log", 300)
+            if code == 0:
+                write_text_tokenizer(host.work / "models" / name, host.root / "models" / "spark-tiny-dense")
+            return code
         case "check" | "bench" | "profile":
             return _programs(host, options)
         case "serve":
             rest = [part for part in options.rest if part != "--"]
             model = host.model(options.model).resolve()
             servers.start(host, options.engine, model, options.port, options.column, rest, options.timeout)
-        case "cells":
-            from sparkinfer_eval.host.cells import aiperf_cell, cells_of, quick_cell
+        case "prompts":
+            from sparkinfer_eval.host.cells import cells_of, make_prompts
 
-            server, codes = servers.running(host), [0]
-            for cell in cells_of(host, options.cells, options.requests):
-                if options.load == "tokens":
-                    quick_cell(host, options.run, server, cell, options.rep, options.seed)
-                else:
-                    codes.append(aiperf_cell(host, options.run, server, cell, options.rep, options.seed))
-            return max(codes)
+            found = cells_of(host, options.cells, options.overrides)
+            return make_prompts(host, options.model, found, options.overrides, options.seed)
+        case "cells":
+            from sparkinfer_eval.host.cells import Sitting, cells_of, measure_cells
+
+            until = time.monotonic() + options.within
+            sitting = Sitting(host, options.run, servers.running(host), options.rep, options.seed)
+            found = cells_of(host, options.cells, options.overrides)
+            return measure_cells(sitting, found, options.load, until)
+        case "collect":
+            from sparkinfer_eval.host.collect import pack
+
+            checks = [name for name in options.checks.split(",") if name]
+            archive = pack(host, options.run, options.out, options.statement, options.overrides, checks)
+            print(f"{archive}: {archive.stat().st_size / 2**20:.1f} MiB")
+        case "import":
+            from sparkinfer_eval.host.collect import bring_in
+
+            print(bring_in(host.root, options.archive, options.results))
         case "table":
             from sparkinfer_eval.host.cells import table
 
             print(*table(host, options.run), sep="\n")
+        case "warm":
+            from sparkinfer_eval.host.cells import warm_up
+
+            warm_up(host, servers.running(host))
         case "stop":
             servers.stop(host)
     return 0

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem
@@ -33,6 +33,12 @@ class Running:
     log: str
     ready_s: float
     """Seconds from start to the first answer of /health; -1 while it was not seen yet."""
+    command: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The engine in results: a column other than `exact` is part of it."""
+        return self.engine if self.column == "exact" else f"{self.engine}-{self.column}"
 
     @property
     def url(self) -> str:
@@ -90,12 +96,13 @@ def start(host: Host, engine: str, model: Path, port: int, column: str, extra: l
             raise ConfigError(f"a {found.engine} server of {found.model} runs already: stop it first")
     else:
         log.parent.mkdir(parents=True, exist_ok=True)
+        command = arguments_of(host, engine, model, port, column, extra)
         with log.open("wb") as output:
             process = subprocess.Popen(
-                arguments_of(host, engine, model, port, column, extra), cwd=host.work, env=host.environment(engine),
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                command, cwd=host.work, env=host.environment(engine), stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        found = Running(engine, model.name, column, port, process.pid, str(log), -1.0)
+        found = Running(engine, model.name, column, port, process.pid, str(log), -1.0, command)
         file.write_text(json.dumps(asdict(found)), "utf-8")
     begun = Path(f"/proc/{found.pid}").stat().st_ctime if _alive(found.pid) else time.time()
     deadline = time.monotonic() + wait_s
@@ -103,7 +110,7 @@ def start(host: Host, engine: str, model: Path, port: int, column: str, extra: l
         if not _alive(found.pid):
             raise EnvironmentProblem(f"the {engine} server ended; the end of its log:\n{_end(log)}")
         if _healthy(found.url):
-            ready = found if found.ready_s >= 0 else Running(**{**asdict(found), "ready_s": time.time() - begun})
+            ready = found if found.ready_s >= 0 else replace(found, ready_s=time.time() - begun)
             file.write_text(json.dumps(asdict(ready)), "utf-8")
             print(f"{engine} {model.name} {column}: ready after {ready.ready_s:.1f} s", _useful(log), sep="\n")
             return ready

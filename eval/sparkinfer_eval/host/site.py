@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -64,6 +65,16 @@ class Host:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
         }
+
+    def launcher(self, engine: str, *arguments: str) -> Path:
+        """An executable that runs Python with an environment's packages, with `arguments` before its own."""
+        path = self.work / "bin" / "-".join(["python", engine, *(word.strip("-") for word in arguments)])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        python = " ".join(map(shlex.quote, [sys.executable, *arguments]))
+        packages = shlex.quote(self.environment(engine)["PYTHONPATH"])
+        path.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {python} "$@"\n', "utf-8")
+        path.chmod(0o755)
+        return path
 
 
 def install_wheels(host: Host, wheels: Path) -> None:
