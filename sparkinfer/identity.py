@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE_PACKAGES = ("sparkinfer", "sparkinfer_kernels")
+SOURCE_DATA = ("tuned.json",)
+"""What the packages hold besides code: launch parameters that kernels read."""
 MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 
 
@@ -43,8 +45,18 @@ def digest_of(digests: dict[str, str]) -> str:
     return "sha256:" + hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+def package_files(package: str, root: Path) -> dict[str, Path]:
+    """The files in `root` that make up a package's behaviour: `package/relative/path` to file."""
+    return {f"{package}/{path.relative_to(root).as_posix()}": path for path in root.rglob("*") if is_source(path.name)}
+
+
+def is_source(name: str) -> bool:
+    """Whether a file of that name in one of the engine's packages is code, or data that the code reads."""
+    return name.endswith(".py") or name.rpartition("/")[2] in SOURCE_DATA
+
+
 def source_files() -> dict[str, Path]:
-    """The engine's own source files as installed: `package/relative/path.py` to file."""
+    """The engine's own source files as installed: `package/relative/path` to file."""
     import importlib.util
 
     found: dict[str, Path] = {}
@@ -52,9 +64,7 @@ def source_files() -> dict[str, Path]:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
             raise ModuleNotFoundError(f"package {package} is not importable: install the project first (make setup)")
-        root = Path(spec.origin).parent
-        for path in root.rglob("*.py"):
-            found[f"{package}/{path.relative_to(root).as_posix()}"] = path
+        found |= package_files(package, Path(spec.origin).parent)
     return found
 
 

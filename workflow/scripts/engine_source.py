@@ -28,7 +28,7 @@ from sparkinfer_containers.oci.layout import Layout  # noqa: E402
 from sparkinfer_eval.plan.identity import PACKAGE_ROOTS, source_tree_digest, tag_archive  # noqa: E402
 
 from sparkinfer.errors import ConfigError, SparkinferError  # noqa: E402
-from sparkinfer.identity import tree_digest  # noqa: E402
+from sparkinfer.identity import package_files, tree_digest  # noqa: E402
 
 
 def copy_source(root: Path, tag: str | None, folder: Path) -> None:
@@ -59,11 +59,9 @@ def unpack(built: Path, digest: str, folder: Path) -> None:
     """Unpack the image in `built` (made by the build) and check that its engine is the one that its label names."""
     config = unpack_image(Layout(built / "layout"), digest, folder)
     library = folder / "root" / LIBRARY
-    files = {
-        path.relative_to(library).as_posix(): path
-        for package in PACKAGE_ROOTS
-        for path in (library / package).rglob("*.py")
-    }
+    files = {}
+    for package in PACKAGE_ROOTS:
+        files |= package_files(package, library / package)
     found, said = tree_digest(files), config["config"]["Labels"].get(SOURCE_LABEL)
     if found != said:
         raise ConfigError(

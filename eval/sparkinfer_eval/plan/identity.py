@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem
-from sparkinfer.identity import file_sha256, json_digest, model_digest, tree_digest
+from sparkinfer.identity import file_sha256, is_source, json_digest, model_digest, package_files, tree_digest
 
 PACKAGE_ROOTS = {"sparkinfer": "sparkinfer", "sparkinfer_kernels": "kernels/sparkinfer_kernels"}
 GENERATOR_SOURCES = ("eval/sparkinfer_eval/toy_model.py", "eval/sparkinfer_eval/toy_tokenizer.py")
@@ -23,8 +23,7 @@ def source_tree_digest(root: Path) -> str:
     """The engine's identity in a checkout: what `sparkinfer.identity.source_digest` says when it runs from there."""
     files = {}
     for package, folder in PACKAGE_ROOTS.items():
-        for path in (root / folder).rglob("*.py"):
-            files[f"{package}/{path.relative_to(root / folder).as_posix()}"] = path
+        files |= package_files(package, root / folder)
     if not files:
         raise EnvironmentProblem(f"{root} holds no sparkinfer source: is this a checkout of the project?")
     return tree_digest(files)
@@ -84,7 +83,7 @@ def tag_source_digest(root: Path, tag: str) -> str:
     with tarfile.open(fileobj=io.BytesIO(tag_archive(root, tag))) as archive:
         for member in archive.getmembers():
             for package, folder in PACKAGE_ROOTS.items():
-                data = archive.extractfile(member) if member.name.endswith(".py") else None
+                data = archive.extractfile(member) if is_source(member.name) else None
                 if data is not None and member.name.startswith(folder + "/"):
                     name = f"{package}/{member.name.removeprefix(folder + '/')}"
                     lines.append((name, f"{hashlib.sha256(data.read()).hexdigest()}  {name}\n"))
