@@ -74,13 +74,19 @@ def arguments_of(host: Host, engine: str, model: Path, port: int, column: str, e
         return [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name",
             "m", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "16384",
-            "--gpu-memory-utilization", "0.9", "--language-model-only", *extra,
+            "--gpu-memory-utilization", "0.9", *_text_only(model), *extra,
         ]  # fmt: skip
     fast = ["--prefill-dtype", "fp8", "--kv-cache-dtype", "fp8", "--state-dtype", "bfloat16"]
     return [
         sys.executable, "-m", "sparkinfer.cli", "serve", str(model), "--served-model-name", "m", "--port", str(port),
         "--device", "cuda", "--max-model-len", "16384", *(fast if column == "fast" else []), *extra,
     ]  # fmt: skip
+
+
+def _text_only(model: Path) -> list[str]:
+    """What keeps vLLM from loading the image tower of a checkpoint that has one."""
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    return ["--language-model-only"] if "vision_config" in config else []
 
 
 def start(host: Host, engine: str, model: Path, port: int, column: str, extra: list[str], wait_s: float) -> Running:
