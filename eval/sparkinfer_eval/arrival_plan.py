@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -31,9 +32,9 @@ def poisson_plan(
     `long_tokens`. Gaps are scaled so that the last request arrives at (requests - 1) / rate: the plan's rate is the
     asked one, whatever the draw. Raises ConfigError on impossible numbers.
     """
-    if requests < 2 or rate <= 0 or not 0 <= short_share <= 1:
+    if requests < 2 or not 0 < rate < math.inf or not 0 <= short_share <= 1:
         raise ConfigError(
-            f"arrivals need 2 requests or more, a rate above 0 and a share in 0..1, not {requests}, {rate}, "
+            f"arrivals need 2 requests or more, a finite rate above 0 and a share in 0..1, not {requests}, {rate}, "
             f"{short_share}"
         )
     if min(short_tokens, *long_tokens) < 1 or long_tokens[0] > long_tokens[1]:

@@ -162,3 +162,9 @@ def test_full_disk_and_finished_results(model: Path, tmp_path: Path, monkeypatch
             raise AssertionError("not reached")
     with pytest.raises(ConfigError, match="engine-version is empty"):
         dataclasses.replace(target(model, out), engine_version="")
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
+def test_impossible_rates_are_refused(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert arrivals_cli.main(ROOT, ["--url", "http://127.0.0.1:9", "--served-name", "x", "--rate", rate]) == 2
+    assert "a finite rate above 0" in capsys.readouterr().err
