@@ -25,13 +25,19 @@ class StreamResult:
 
 
 async def events(response: httpx.Response) -> AsyncIterator[str]:
-    """The data of each server-sent event, `[DONE]` excluded; ends with the stream."""
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            data = line[5:].strip()
-            if data == "[DONE]":
-                return
-            yield data
+    """The data of each server-sent event, `[DONE]` excluded; ends with the stream.
+
+    Lines end with a line feed only: httpx's own also end at U+0085 and U+2028, which JSON may hold as they are.
+    """
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip().decode("utf-8", errors="replace")
+                if data == "[DONE]":
+                    return
+                yield data
 
 
 def _absorb(result: StreamResult, chunk: Any, now_ns: int) -> None:

@@ -20,6 +20,8 @@ from sparkinfer.server.tokenizer import ServerTokenizer
 to_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 NOT_FINISHED = b"null"
+LINE_BREAKS = [(mark.encode(), b"\\u%04x" % ord(mark)) for mark in "\u0085\u2028\u2029"]
+"""JSON may hold them as they are, but clients that cut a stream into lines by Unicode's rules would cut it there."""
 
 
 class Echo(enum.Enum):
@@ -97,7 +99,11 @@ class Format(ABC):
                 parts += [b',"prompt_token_ids":', to_json(choice.prompt)]
         parts.append(b"}")
         parts.append(self.tail if usage is None else b'],"usage":' + to_json(usage) + b"}\n\n")
-        return b"".join(parts)
+        chunk = b"".join(parts)
+        if not chunk.isascii():
+            for mark, escaped in LINE_BREAKS:
+                chunk = chunk.replace(mark, escaped)
+        return chunk
 
     def usage_event(self, usage: dict[str, Any]) -> bytes:
         """The last chunk of a stream with include_usage."""

@@ -74,6 +74,13 @@ def test_every_token_comes_on_its_own(echo: Running, tokenizer: ServerTokenizer)
     assert len(chunks) > len(ids) / 2
 
 
+def test_line_breaks_of_unicode_do_not_cut_an_event(echo: Running, tokenizer: ServerTokenizer) -> None:
+    text = "one \u0085 two \u2028 three \u2029 four"
+    ids = ids_of(tokenizer, text)
+    # httpx, as many clients, ends a line at each of them.
+    assert text_of(echo.events("/v1/completions", {"prompt": ids, "max_tokens": len(ids), "ignore_eos": True})) == text
+
+
 def test_end_of_sequence_token_stops(echo: Running, tokenizer: ServerTokenizer) -> None:
     ids = [*ids_of(tokenizer, "one two"), 2]
     answer = echo.post("/v1/completions", {"prompt": ids, "max_tokens": 50}).json()
