@@ -235,7 +235,7 @@ def _build_on_gpu(options: EngineOptions, config: ModelConfig, device: str) -> t
         "num_host_blocks": sizes.num_host_blocks,
     }
     runner = GpuRunner(model, replace(memory, **counts), limits, max_model_len=sizes.max_model_len)
-    runner.warm_up()
+    runner.warm_up(torch.get_num_threads())
     return runner, schedule
 
 

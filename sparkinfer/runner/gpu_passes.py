@@ -17,6 +17,7 @@ import torch
 
 from sparkinfer.models.qwen3_5 import Caches
 from sparkinfer.models.qwen3_5_gpu import CheckpointBuffer, GpuModel, PassInputs, Workspaces
+from sparkinfer.runner.gpu_compile import compile_ahead
 from sparkinfer.runner.gpu_metadata import FLOATS, Layout, MetadataBuilder, Mode, StepMetadata
 from sparkinfer.runner.gpu_queue import Queue
 from sparkinfer.runner.gpu_sizes import PassShape
@@ -214,6 +215,23 @@ class Passes:
         self._graphs[key] = graph
         self.words.copy_(kept)
 
+    def _trial(self, shapes: list[PassShape], layouts: list[Layout]) -> None:
+        """Launch every kernel of every pass and choice, with the layers of one period of the model: others only repeat
+        them. The words are those of padding."""
+        model, every = self.model, self.model.layers
+        kinds = model.config.layer_types
+        period = 1 + max(kinds.index(kind) for kind in set(kinds))
+        model.layers = every[:period]
+        try:
+            for shape in shapes:
+                self._pad(shape)
+                self._forward(shape)
+        finally:
+            model.layers = every
+        for layout in layouts:
+            for mode in MODES:
+                self._choose(layout, mode)
+
     def _pad(self, key: object) -> None:
         """Fill the words with padding of a shape (of nothing, for a choice: all zeros names no real slot)."""
         if isinstance(key, PassShape):
@@ -227,18 +245,21 @@ class Passes:
         layout = next(self.builder.layout(shape) for shape in self.builder.limits.shapes() if shape.outputs == outputs)
         self._pad(layout.shape)
 
-    def capture_all(self) -> None:
-        """Compile and capture everything the limits allow, largest first."""
+    def capture_all(self, threads: int = 1) -> None:
+        """Compile, by that many threads, and capture everything the limits allow, largest first."""
         if not self.queue.cuda:
             return
         started = time.monotonic()
         shapes = self.builder.limits.shapes()
+        layouts = list({shape.outputs: self.builder.layout(shape) for shape in shapes}.values())
         with self.queue.on(self.queue.main):
+            if threads > 1:
+                count = compile_ahead(lambda: self._trial(shapes, layouts), threads)
+                log.info("%d kernels ready after %.1f s", count, time.monotonic() - started)
             for shape in shapes:
                 if shape not in self._graphs:
                     self._capture(shape, lambda shape=shape: self._forward(shape))  # type: ignore[misc]
-            by_outputs = {shape.outputs: self.builder.layout(shape) for shape in shapes}
-            for layout in by_outputs.values():
+            for layout in layouts:
                 for mode in MODES:
                     self._capture((layout.shape.outputs, mode), lambda x=layout, y=mode: self._choose(x, y))  # type: ignore[misc]
         self.queue.drain()

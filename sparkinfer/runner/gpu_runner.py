@@ -104,10 +104,10 @@ class GpuRunner:
         host = (plan.num_host_blocks, config.num_full_layers, 2, *kv_size[1:])
         self.host_kv = self.queue.pinned(*host, dtype=kv_dtype)
 
-    def warm_up(self) -> None:
-        """Compile and capture every shape that the limits allow."""
+    def warm_up(self, threads: int = 1) -> None:
+        """Compile, by that many threads, and capture every shape that the limits allow."""
         with torch.inference_mode():
-            self.passes.capture_all()
+            self.passes.capture_all(threads)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a step to its end, checkpoints included. Raises ValueError for a plan that contradicts its contract."""
