@@ -37,6 +37,8 @@ def tree(tmp_path: Path) -> Path:
     for name in ("sparkinfer", "kernels", "config", "workflow", "eval/corpus"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     (root / "eval/sparkinfer_eval").mkdir(parents=True)
+    for path in (ROOT / "eval").glob("*.py"):
+        shutil.copy(path, root / "eval" / path.name)
     for name in ("pyproject.toml", "eval/sparkinfer_eval/toy_model.py", "eval/sparkinfer_eval/toy_tokenizer.py"):
         shutil.copy(ROOT / name, root / name)
     return root
@@ -54,6 +56,35 @@ def test_unknown_key_gets_the_closest_name() -> None:
         settings(models=[{"name": "m", "source": {"hub": "a/b", "revision": "main"}, "dtype": "bfloat16"}])
     with pytest.raises(ConfigError, match="did you mean 'h200'"):
         settings(profile="h20")
+
+
+def test_the_command_line_counts_for_smoke_too() -> None:
+    plain, named = (for_target(settings(**over), "smoke") for over in ({}, {"scale": "cpu", "accuracy": {"top1": 0.5}}))
+    assert (plain["scale"], plain["accuracy"]) == ("smoke", {"limit": 4})
+    assert (named["scale"], named["accuracy"]) == ("cpu", {"limit": 4, "top1": 0.5})
+    assert for_target(settings(scale="cpu", smoke={"scale": "smoke"}), "smoke")["scale"] == "smoke"
+
+
+def test_a_statement_is_not_kept_for_what_it_does_not_describe() -> None:
+    own = {"name": "m", "source": {"generate": "moe"}, "dtype": "bfloat16"}
+    for over in ({"models": [own]}, {"scale": "smoke"}, {"scale_overrides": {"arrival_requests": 20}}):
+        found = for_target(settings(**over), "release")
+        assert "3 million" not in found["scale_statement"]
+        assert "divided by 8" not in found["scale_statement"]
+        assert f"with {next(iter(over))} set" in found["scale_statement"]
+        assert for_target(settings(**over, scale_statement="Mine."), "release")["scale_statement"] == "Mine."
+    assert "3 million" not in for_target(settings(models=[own]), "smoke")["scale_statement"]
+    for target in ("release", "smoke"):
+        assert (
+            "3 million"
+            in for_target(settings(scale="cpu" if target == "release" else "smoke"), target)["scale_statement"]
+        )
+        assert "3 million" in for_target(settings(blocks=2), target)["scale_statement"]
+
+
+def test_unknown_check_is_named_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match=r"no program eval/frob\.py"):
+        make_plan(ROOT, "release", for_target(settings(checks=["frob"]), "release"))
 
 
 def test_every_profile_is_valid_and_plans_all_cells() -> None:

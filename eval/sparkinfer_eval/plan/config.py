@@ -14,6 +14,8 @@ from sparkinfer.errors import ConfigError
 from sparkinfer_eval.plan.schema import read_yaml, validate
 
 PROFILE_OF_CAPABILITY = {"9.0": "h200", "12.0": "rtx5090"}
+STATED = ("models", "scale", "scale_overrides", "cells_file")
+"""What a profile's `scale_statement` is about."""
 
 
 def detect_profile() -> tuple[str, str]:
@@ -49,8 +51,8 @@ def _overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
 def load_config(base: Path, profiles: Path, schema: Path, over: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The merged settings and why their profile was chosen.
 
-    `over` holds what the command line set. Raises ConfigError for a missing file, an unknown key (with the closest
-    name) or a value that does not fit.
+    `over` holds what the command line set; it counts for `smoke` too. Raises ConfigError for a missing file, an unknown
+    key (with the closest name) or a value that does not fit.
     """
     settings = _overlay(read_yaml(base), over)
     name = settings.get("profile", "auto")
@@ -64,10 +66,25 @@ def load_config(base: Path, profiles: Path, schema: Path, over: Mapping[str, Any
         raise ConfigError(
             f"profile is {name!r}: " + (f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}")
         )
-    merged = _overlay(_overlay(read_yaml(base), read_yaml(path)), over)
+    usual = _overlay(read_yaml(base), read_yaml(path))
+    merged = _overlay(usual, over)
     merged["profile"] = name
     validate(merged, schema, f"configuration ({base.name}, {path.name}, command line)")
+    smoke = merged["smoke"]
+    for key in (over.keys() & smoke.keys()) - over.get("smoke", {}).keys():
+        smoke |= _overlay({key: smoke[key]}, {key: over[key]})
+    _restate(merged, usual)
     return merged, why
+
+
+def _restate(merged: dict[str, Any], usual: Mapping[str, Any]) -> None:
+    """Replace the profile's `scale_statement` where the command line changed what it is about and gave none."""
+    for target, settings in (("release", merged), ("smoke", merged["smoke"])):
+        now, then = for_target(merged, target), for_target(usual, target)
+        changed = [key for key in STATED if now.get(key) != then.get(key)]
+        if changed and now.get("scale_statement") == then.get("scale_statement"):
+            what = " and ".join(changed)
+            settings["scale_statement"] = f"Scale {now['scale']}, with {what} set for this run: see the tables."
 
 
 def for_target(settings: Mapping[str, Any], target: str) -> dict[str, Any]:

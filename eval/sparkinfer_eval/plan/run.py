@@ -219,6 +219,9 @@ def make_plan(root: Path, target: str, settings: dict[str, Any], image_digest: s
     cells = resolve_cells(document, settings["scale"], overrides)
     engines = load_engines(root, settings, image_digest)
     models = load_models(root, settings, cells)
+    absent = [name for name in settings["checks"] if not (root / "eval" / f"{name}.py").is_file()]
+    if absent:
+        raise ConfigError(f"checks: there is no program eval/{absent[0]}.py: see eval/ for those that there are")
     version = identity.project_version(root)
     # A smoke run says so in its name.
     profile = settings["profile"] if target == "release" else f"{settings['profile']}-{target}"
