@@ -59,7 +59,7 @@ def unpack(built: Path, digest: str, folder: Path) -> None:
     """Unpack the image in `built` (made by the build) and check that its engine is the one that its label names."""
     config = unpack_image(Layout(built / "layout"), digest, folder)
     library = folder / "root" / LIBRARY
-    files = {}
+    files: dict[str, Path] = {}
     for package in PACKAGE_ROOTS:
         files |= package_files(package, library / package)
     found, said = tree_digest(files), config["config"]["Labels"].get(SOURCE_LABEL)

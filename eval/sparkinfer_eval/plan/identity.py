@@ -21,7 +21,7 @@ GENERATOR_DATA = "eval/corpus"
 
 def source_tree_digest(root: Path) -> str:
     """The engine's identity in a checkout: what `sparkinfer.identity.source_digest` says when it runs from there."""
-    files = {}
+    files: dict[str, Path] = {}
     for package, folder in PACKAGE_ROOTS.items():
         files |= package_files(package, root / folder)
     if not files:
