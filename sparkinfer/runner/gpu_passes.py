@@ -25,6 +25,8 @@ from sparkinfer.runner.gpu_sizes import PassShape
 log = logging.getLogger(__name__)
 
 MODES: tuple[Mode, ...] = ("greedy", "sample", "filter")
+REPORTED = (1, 20)
+"""Numbers of likely tokens that log-probabilities are computed with: each takes kernels of its own."""
 
 
 class Passes:
@@ -179,10 +181,11 @@ class Passes:
     def report(
         self, logits: torch.Tensor, tokens: torch.Tensor, most: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As the operation `logprobs`, for any number of rows."""
-        step = self.outputs
+        """As the operation `logprobs`, for any number of rows; at least the `most` likely tokens."""
+        step, tokens = self.outputs, tokens.to(torch.int32)
+        count = next((size for size in REPORTED if size >= most), most)
         parts = [
-            self.model.ops.logprobs(logits[at : at + step], tokens[at : at + step], most, self._sampler)
+            self.model.ops.logprobs(logits[at : at + step], tokens[at : at + step], count, self._sampler)
             for at in range(0, logits.shape[0], step)
         ]
         chosen, rank, ids, values = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -231,6 +234,9 @@ class Passes:
         for layout in layouts:
             for mode in MODES:
                 self._choose(layout, mode)
+            outputs = layout.shape.outputs
+            for count in REPORTED:
+                self.report(self._logits[:outputs], self._chosen[:outputs], count)
 
     def _pad(self, key: object) -> None:
         """Fill the words with padding of a shape (of nothing, for a choice: all zeros names no real slot)."""
