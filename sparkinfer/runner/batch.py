@@ -103,6 +103,7 @@ class BatchBuilder:
         # rows with most chunks first let the chunk scan work on a shrinking prefix.
         decode, prefill = plan.decode, plan.prefill
         order = np.argsort(decode.slots, kind="stable")
+        in_order = bool((np.diff(order) == 1).all())
         slots, starts = decode.slots[order], decode.starts[order]
         if len(prefill) > 1:
             prefill = sorted(prefill, key=lambda row: -num_chunks(row.start, row.length))
@@ -124,11 +125,12 @@ class BatchBuilder:
             decode_groups=[],
             decode_runs=_runs(slots),
             prefill=self._prefill(prefill, prefill_slots) if prefill else None,
-            outputs=self._tensor(np.concatenate((np.argsort(order), np.array(ends, dtype=np.int64)))),
+            outputs=None,
         )
+        if prefill or not in_order:
+            batch.outputs = self._tensor(np.concatenate((np.argsort(order), np.array(ends, dtype=np.int64))))
         if len(slots):
-            tables = [table[slot] for slot in slots]
-            batch.decode_groups = decode_groups(tables, starts + 1, KV_BLOCK_TOKENS, self.dtype, self.device)
+            batch.decode_groups = decode_groups(table, slots, starts + 1, KV_BLOCK_TOKENS, self.dtype, self.device)
         sampling = [row for row in plan.prefill if row.samples]
         sampling_slots = np.concatenate((decode.slots, np.array([row.slot for row in sampling], dtype=np.int64)))
         return StepTensors(

@@ -16,7 +16,7 @@ from sparkinfer.models.loader import open_source
 from sparkinfer.models.qwen3_5 import Caches, Qwen35Model
 from sparkinfer.runner import prompt_logprobs
 from sparkinfer.runner.batch import BatchBuilder, StepTensors
-from sparkinfer.runner.memory import MemoryPlan, resolve_dtype
+from sparkinfer.runner.memory import MemoryPlan, keep_freed_memory, resolve_dtype
 from sparkinfer.scheduling.types import (
     KV_BLOCK_TOKENS,
     BlockMove,
@@ -108,6 +108,8 @@ class ModelRunner:
             num_host_blocks=num_host_blocks,
         )
         log.info("memory: %s", self.memory.describe())
+        if self.device.type == "cpu":
+            keep_freed_memory()
         try:
             self.ops = select_ops(self.device, backend)
         except ValueError as error:

@@ -39,6 +39,13 @@ class Paged:
             flat = torch.from_numpy(table)[at // BLOCK] * BLOCK + at % BLOCK
             attention.write_kv(k, v, self.k_cache, self.v_cache, flat)
 
+    def table(self):
+        """The sequences' blocks in a table whose unused places name no block, and their lines in it, last one first."""
+        table = np.full((len(self.tables), max(map(len, self.tables))), 1 << 40)
+        for line, blocks in zip(table[::-1], self.tables, strict=True):
+            line[: len(blocks)] = blocks
+        return table, np.arange(len(self.tables))[::-1]
+
 
 @pytest.mark.parametrize(("hq", "hkv", "d"), [(4, 2, 16), (3, 1, 32), (2, 2, 8)])
 @settings(max_examples=15, **QUIET)
@@ -49,7 +56,7 @@ class Paged:
 def test_decode(assert_close, hq, hkv, d, contexts, seed):
     paged = Paged(contexts, hkv, d, seed)
     q = torch.randn(len(contexts), hq, d, generator=paged.g)
-    groups = attention.decode_groups(paged.tables, np.array(contexts), BLOCK, q.dtype, q.device)
+    groups = attention.decode_groups(*paged.table(), np.array(contexts), BLOCK, q.dtype, q.device)
     got = attention.attention_decode(q, paged.k_cache, paged.v_cache, groups, d**-0.5)
     for row, context in enumerate(contexts):
         expected = naive(q[row : row + 1], paged.k[row], paged.v[row], context - 1, d**-0.5)
@@ -78,9 +85,11 @@ def test_prefill(assert_close, hq, hkv, d, shares, seed):
 
 
 def test_groups_hold_every_row_once_and_respect_the_limit():
-    contexts = np.array([1, 5000, 17, 900, 16, 2100, 30])
-    tables = [np.arange(-(-context // BLOCK)) for context in contexts]
-    groups = attention.decode_groups(tables, contexts, BLOCK, torch.float32, torch.device("cpu"))
+    contexts = np.array([1, 5000, 17, 3900, 16, 2100, 30])
+    table = np.zeros((len(contexts), 400), dtype=np.int64)
+    groups = attention.decode_groups(
+        table, np.arange(len(contexts)), contexts, BLOCK, torch.float32, torch.device("cpu")
+    )
     rows = sorted(row for group in groups for row in group.rows.tolist())
     assert rows == list(range(len(contexts)))
     for group in groups:
@@ -89,17 +98,20 @@ def test_groups_hold_every_row_once_and_respect_the_limit():
 
 @pytest.mark.parametrize(("length", "start"), [(128, 0), (129, 0), (200, 37), (300, 0), (191, 512)])
 @pytest.mark.parametrize(("hq", "hkv"), [(4, 2), (3, 1), (2, 2)])
-def test_bfloat16_prompts_go_by_tiles_as_near_to_fp64_as_at_once(length, start, hq, hkv):
+def test_bfloat16_prompts_go_by_tiles_near_fp64(length, start, hq, hkv):
     g = torch.Generator().manual_seed(length + start)
     d = 32
     q = torch.randn(length, hkv, hq // hkv, d, generator=g).bfloat16()
     k, v = (torch.randn(start + length, hkv, d, generator=g).bfloat16() for _ in range(2))
     expected = naive(q.reshape(length, hq, d), k, v, start, d**-0.5)
-    tiles = attention._causal_by_tiles(q, k, v, d**-0.5).reshape(length, hq, d).double()
+    tiles = torch.empty(1, *q.shape, dtype=q.dtype)
+    attention._causal_by_tiles(q[None], k[None], v[None], d**-0.5, tiles)
+    tiles = tiles.reshape(length, hq, d).double()
     at_once = attention._causal_at_once(q, k, v, d**-0.5).reshape(length, hq, d).double()
-    # Weights and result are rounded to 8 bits: the mean error tells the method, the largest one is chance.
-    assert (tiles - expected).abs().mean() <= 1.2 * (at_once - expected).abs().mean()
-    assert (tiles - expected).abs().max() <= 2**-7 * expected.abs().max()
+    # Scores are rounded to 8 bits as well as weights and result, which doubles the error of the fused kernel: the mean
+    # error tells the method, the largest one is chance.
+    assert (tiles - expected).abs().mean() <= 2.2 * (at_once - expected).abs().mean()
+    assert (tiles - expected).abs().max() <= 2**-6 * expected.abs().max()
     q_pass, k_pass = q.reshape(length, hq, d), k[start:]
     spans = [
         attention.PrefillSpan(0, length, start, None if start == 0 else torch.arange(-(-(start + length) // BLOCK)))
@@ -108,3 +120,34 @@ def test_bfloat16_prompts_go_by_tiles_as_near_to_fp64_as_at_once(length, start, 
     attention.write_kv(k, v, cache[0], cache[1], torch.arange(start + length))
     got = attention.attention_prefill(q_pass, k_pass, v[start:], cache[0], cache[1], spans, d**-0.5)
     assert torch.equal(got.double(), tiles)
+
+
+@pytest.mark.parametrize(("hq", "hkv"), [(4, 2), (3, 1), (2, 2)])
+def test_bfloat16_prompts_of_one_length_go_together_as_they_would_alone(hq, hkv):
+    g = torch.Generator().manual_seed(hq)
+    lengths, d = [40, 70, 70, 70, 16, 16, 130], 32
+    q = torch.randn(sum(lengths), hq, d, generator=g).bfloat16()
+    k, v = (torch.randn(sum(lengths), hkv, d, generator=g).bfloat16() for _ in range(2))
+    firsts = np.cumsum([0, *lengths[:-1]]).tolist()
+    spans = [attention.PrefillSpan(first, length, 0, None) for first, length in zip(firsts, lengths, strict=True)]
+    cache = torch.zeros(1, BLOCK, hkv, d, dtype=torch.bfloat16)
+    got = attention.attention_prefill(q, k, v, cache, cache, spans, d**-0.5)
+    for first, length in zip(firsts, lengths, strict=True):
+        part = slice(first, first + length)
+        alone = [attention.PrefillSpan(0, length, 0, None)]
+        expected = attention.attention_prefill(q[part], k[part], v[part], cache, cache, alone, d**-0.5)
+        assert torch.equal(got[part], expected)
+
+
+@pytest.mark.parametrize(("hq", "hkv"), [(4, 2), (3, 1), (2, 2)])
+def test_bfloat16_decode_is_near_fp32(hq, hkv):
+    contexts, d = [1, 16, 40, 700, 701], 32  # By rows.
+    paged = Paged(contexts, hkv, d, hq)
+    q = torch.randn(len(contexts), hq, d, generator=paged.g).bfloat16()
+    k_cache, v_cache = paged.k_cache.bfloat16(), paged.v_cache.bfloat16()
+    groups = attention.decode_groups(*paged.table(), np.array(contexts), BLOCK, q.dtype, q.device)
+    got = attention.attention_decode(q, k_cache, v_cache, groups, d**-0.5).double()
+    exact = attention.decode_groups(*paged.table(), np.array(contexts), BLOCK, torch.float32, q.device)
+    expected = attention.attention_decode(q.float(), k_cache.float(), v_cache.float(), exact, d**-0.5)
+    error = (got - expected).abs().amax(dim=(1, 2))
+    assert (error <= 2**-6 * expected.abs().amax(dim=(1, 2))).all(), error

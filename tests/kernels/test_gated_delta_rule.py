@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sparkinfer_kernels.gated_delta_rule.reference import (
+    BFLOAT16_FROM,
     CHUNK,
     chunk_gated_delta_rule,
     chunk_layout,
@@ -94,6 +95,29 @@ def test_chunked_equals_recurrence(assert_close, shares, seed, repeat_keys):
         assert_close(f"state {row}", state[row], states[-1], 2e-5)
         for position in positions:
             assert_close(f"state of {row} at {position}", next(save), states[position - start - 1], 2e-5)
+        first += length
+
+
+@pytest.mark.parametrize("repeat_keys", [False, True])
+def test_bfloat16_values_are_near_the_recurrence(repeat_keys):
+    starts, lengths, cuts = [0, 7, 0], [300, 200, 37], [[128, 290], [], [16]]
+    assert sum(map(num_chunks, starts, lengths)) * HV >= 2 * BFLOAT16_FROM
+    qk, v, g, beta = inputs(sum(lengths), 3, repeat_keys)
+    v = v.bfloat16()
+    state = torch.randn(3, HV, DK, DV, generator=torch.Generator().manual_seed(4))
+    before = state.clone()
+    saved = [torch.empty(HV, DK, DV) for _ in range(3)]
+    layout = chunk_layout(starts, lengths, cuts, torch.device("cpu"))
+    out = chunk_gated_delta_rule(qk, v, g, beta, state, layout, saved)
+    first, save = 0, iter(saved)
+    for row, (start, length, positions) in enumerate(zip(starts, lengths, cuts, strict=True)):
+        part = slice(first, first + length)
+        expected, states = naive(qk[part], v[part], g[part], beta[part], before[row])
+        pairs = [(out[part], expected), (state[row], states[-1])]
+        pairs += [(next(save), states[position - start - 1]) for position in positions]
+        for got, exact in pairs:
+            assert (got - exact).abs().max() <= 2**-6 * exact.abs().max()
+            assert (got - exact).pow(2).mean().sqrt() <= 2**-7 * exact.pow(2).mean().sqrt()
         first += length
 
 

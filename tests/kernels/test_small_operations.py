@@ -92,6 +92,35 @@ def test_convolution_varlen_and_update(assert_close, lengths, width, seed):
     assert torch.equal(pool[::2], others)
 
 
+@pytest.mark.parametrize("total", [30, 300])
+def test_convolution_of_bfloat16(total):
+    g = torch.Generator().manual_seed(total)
+    channels, lengths = 24, [total - 12, 12]
+    x, windows = torch.randn(total, channels, generator=g).bfloat16(), torch.randn(2, 3, channels, generator=g)
+    windows, weight = windows.bfloat16(), torch.randn(4, channels, generator=g).bfloat16().float()
+    histories = [torch.cat([w, part]).double() for w, part in zip(windows.clone(), x.split(lengths), strict=True)]
+    got = conv.causal_conv1d_varlen(x, windows, weight, lengths)
+    expected = torch.cat([silu((h.unfold(0, 4, 1) * weight.t().double()).sum(-1)) for h in histories])
+    assert ((got - expected).abs() <= 2**-7 * (expected.abs() + 1)).all()
+    assert torch.equal(windows.double(), torch.stack([h[-3:] for h in histories]))
+
+
+@pytest.mark.parametrize("rows", [1, 40, 4000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_of_few_and_of_many_rows(rows, dtype):
+    g = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 2, 24, generator=g).to(dtype) * 1e-3, torch.rand(24, generator=g)
+    wide = x.double()
+    exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    limit = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    assert (norm.rms_norm(x, weight, 1e-6).double() - exact * weight).abs().max() <= limit * exact.abs().max()
+    assert (norm.unweighted_rms_norm(x, 1e-6).double() - exact).abs().max() <= 1e-6 * exact.abs().max()
+    assert norm.rms_norm(x, weight, 1e-6).dtype == dtype
+    gated = norm.gated_rms_norm(x.float(), x, weight, 1e-6)
+    assert gated.dtype == dtype
+    assert (gated.double() - exact * weight * silu(wide)).abs().max() <= limit * (exact * silu(wide)).abs().max()
+
+
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (5, 3, 3), (64, 8, 1), (40, 16, 4)])
 def test_experts(assert_close, tokens, experts, top_k):
     hidden, inner, shared = 12, 10, 14

@@ -11,6 +11,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from sparkinfer_kernels.linear.reference import bfloat16_instructions
+
+ONE_PASS_FROM = 256
+"""Tokens from which oneDNN's convolution takes bfloat16 on a CPU; its call costs more than it saves for fewer."""
+
 
 def causal_conv1d_varlen(
     x: torch.Tensor,
@@ -29,24 +34,19 @@ def causal_conv1d_varlen(
         saves: (r, n, destination [W-1, C]): the window of sequence r after its first n tokens is copied there.
 
     Returns:
-        [T, C] fp32.
+        [T, C], fp32; of many tokens in bfloat16 on a CPU bfloat16.
     """
     back = weight.shape[0] - 1
     pieces: list[torch.Tensor] = []
     for window, part in zip(windows, x.split(list(lengths)), strict=True):
         pieces += (window, part)
     padded = torch.cat(pieces)
-    wide = padded.float()
-    total = padded.shape[0] - back
     starts = []
     position = 0
     for length in lengths:
         starts.append(position)
         position += length + back
-    y = wide[:total] * weight[0]
-    for tap in range(1, back + 1):
-        y.addcmul_(wide[tap : tap + total], weight[tap])
-    F.silu(y, inplace=True)
+    y = F.silu(_convolve(padded, weight), inplace=True)
     for row, count, destination in saves:
         destination.copy_(padded[starts[row] + count : starts[row] + count + back], non_blocking=True)
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
@@ -54,6 +54,22 @@ def causal_conv1d_varlen(
     if len(starts) == 1:
         return y
     return torch.cat([y[start : start + length] for start, length in zip(starts, lengths, strict=True)])
+
+
+def _convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[T + W - 1, C] to [T, C]."""
+    taps, channels = weight.shape
+    many = x.shape[0] >= ONE_PASS_FROM
+    if many and x.dtype == torch.bfloat16 and x.device.type == "cpu" and bfloat16_instructions():
+        # oneDNN's depthwise convolution: one pass instead of one for each tap.
+        image = x.view(1, 1, -1, channels).permute(0, 3, 1, 2)
+        kernel = weight.t().to(x.dtype).view(channels, 1, 1, taps)
+        return F.conv2d(image, kernel, groups=channels).permute(0, 2, 3, 1).view(-1, channels)
+    wide, total = x.float(), x.shape[0] - taps + 1
+    y = wide[:total] * weight[0]
+    for tap in range(1, taps):
+        y.addcmul_(wide[tap : tap + total], weight[tap])
+    return y
 
 
 def causal_conv1d_update(

@@ -15,13 +15,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from sparkinfer_kernels.rms_norm.reference import unweighted_rms_norm
+
 CHUNK = 32
 """Tokens per chunk. Chunks are cut at multiples of it in the request's own positions, and at checkpoints."""
+SEGMENT_CHUNKS = 64
+"""Chunks of all heads that prefill works on at a time."""
+BFLOAT16_FROM = 32
+"""Chunks of all heads from which products take bfloat16 when the values are; below, calls cost more than they save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +121,8 @@ def normalise_qk(qk: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     Returns:
         [T, 2 * Hk, K] fp32.
     """
-    d = qk.shape[-1]
-    # rsqrt(sum + e) = d**-0.5 * rsqrt(mean + e / d): the norm kernel does it in one call.
-    return F.rms_norm(qk.float(), (d,), None, 1e-6 / d).mul_(scale)
+    # rsqrt(sum + e) = d**-0.5 * rsqrt(mean + e / d).
+    return unweighted_rms_norm(qk, 1e-6 / qk.shape[-1]).mul_(scale)
 
 
 def decay_and_beta(
@@ -134,6 +140,26 @@ def decay_and_beta(
     return F.softplus(a.float() + dt_bias).mul_(neg_exp_a_log), torch.sigmoid(b.float())
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a segment of n chunks needs besides the states; B = n * Hv. fp32, or where noted the dtype of the values."""
+
+    u: torch.Tensor
+    """[B, CHUNK, V], the UT transform's, in the values' dtype."""
+    minus_w: torch.Tensor
+    """[B, CHUNK, K], the UT transform's w negated, in the values' dtype."""
+    q_decayed: torch.Tensor
+    """[B, CHUNK, K], in the values' dtype."""
+    k: torch.Tensor
+    """[n, Hk, CHUNK, K]."""
+    k_decayed: torch.Tensor
+    """[B, CHUNK, K], decayed to the chunk's end."""
+    attention: torch.Tensor
+    """[B, CHUNK, CHUNK], in the values' dtype."""
+    last: torch.Tensor
+    """[B, 1, 1], decay of a whole chunk."""
+
+
 def chunk_gated_delta_rule(
     qk: torch.Tensor,
     v: torch.Tensor,
@@ -147,7 +173,8 @@ def chunk_gated_delta_rule(
 
     Args:
         qk: [T, 2 * Hk, K] fp32 from `normalise_qk`.
-        v: [T, Hv, V].
+        v: [T, Hv, V]. In bfloat16 the products with values and states take and give bfloat16 (sums are fp32 inside);
+            the triangular system, what is added to the states and the states stay fp32.
         g, beta: [T, Hv] fp32.
         state: [R, Hv, K, V] fp32, overwritten by the state after each sequence.
         layout: the sequences in chunks.
@@ -159,34 +186,78 @@ def chunk_gated_delta_rule(
     hk, dk = qk.shape[1] // 2, qk.shape[2]
     hv, dv = v.shape[1:]
     n = layout.gather.shape[0] // CHUNK
-    rows = layout.gather.view(n, 1, CHUNK)
-    heads = torch.arange(max(hv, 2 * hk), device=v.device).view(1, -1, 1)
-    qk_c = qk.view(-1, dk).index_select(0, (rows * (2 * hk) + heads[:, : 2 * hk]).view(-1)).view(n, 2, hk, CHUNK, dk)
-    v_c = v[rows, heads[:, :hv]].float()
+    if n * hv < BFLOAT16_FROM:
+        v = v.float()
     gates = torch.cat((g, beta), dim=1).index_select(0, layout.gather)
     if layout.padding is not None:
         gates.masked_fill_(layout.padding, 0.0)
     cum, beta_c = gates.view(n, CHUNK, 2 * hv).transpose(1, 2).contiguous().split(hv, dim=1)
     cum = cum.cumsum(dim=-1)
-    u, reads, k_decayed, attention = _within_chunks(qk_c, v_c, cum, beta_c)
-    last = cum[..., -1:].exp().view(n * hv, 1, 1)
-    k_t = k_decayed.transpose(1, 2)
-    out = torch.empty(n * hv, CHUNK, dv, dtype=torch.float32, device=v.device)
-    flat = state.view(-1, dk, dv)
-    for number, (begin, end) in enumerate(layout.steps):
-        lo, hi = begin * hv, end * hv
-        current = flat[: hi - lo]
-        read = torch.bmm(reads[lo:hi], current)
-        values = u[lo:hi].sub_(read[:, :CHUNK])
-        out[lo:hi] = read[:, CHUNK:]
-        for row, save, tokens in layout.saves[number]:
-            new = values.view(-1, hv, CHUNK, dv)[row, :, :tokens]
-            _state_within(qk_c[begin + row, 1], cum[begin + row], new, state[row], save_to[save])
-        current.mul_(last[lo:hi]).baddbmm_(k_t[lo:hi], values)
-    out.baddbmm_(attention, u)
+    rows = layout.gather.view(n, 1, CHUNK)
+    of_head = torch.arange(max(hv, 2 * hk), device=v.device)
+    # Query and key of a head side by side: [N, Hk, 2, CHUNK].
+    pair_rows = rows.unsqueeze(2) * (2 * hk) + of_head[: 2 * hk].view(2, hk).t().unsqueeze(-1)
+    v_rows = rows * hv + of_head[:hv].unsqueeze(-1)
+    out = torch.empty(n * hv, CHUNK, dv, dtype=v.dtype, device=v.device)
+    for first, stop in _segments(layout.steps, max(1, SEGMENT_CHUNKS // hv)):
+        begin, end = layout.steps[first][0], layout.steps[stop - 1][1]
+        pair = qk.view(-1, dk).index_select(0, pair_rows[begin:end].reshape(-1)).view(-1, 2, CHUNK, dk)
+        v_c = v.reshape(-1, dv).index_select(0, v_rows[begin:end].reshape(-1)).view(-1, CHUNK, dv)
+        segment = out[begin * hv : end * hv]
+        parts = _within_chunks(pair, v_c, cum[begin:end], beta_c[begin:end])
+        values = _scan(parts, segment, state, layout, (first, stop), save_to, cum)
+        segment.baddbmm_(parts.attention, values)
     chunk, lane = layout.scatter // CHUNK, layout.scatter % CHUNK
-    back = (chunk * (hv * CHUNK) + lane).unsqueeze(1) + heads.view(1, -1)[:, :hv] * CHUNK
-    return out.view(-1, dv).index_select(0, back.view(-1)).view(-1, hv, dv)
+    back = (chunk * (hv * CHUNK) + lane).unsqueeze(1) + of_head[:hv] * CHUNK
+    return out.view(-1, dv).index_select(0, back.view(-1)).float().view(-1, hv, dv)
+
+
+def _segments(steps: Sequence[tuple[int, int]], chunks: int) -> list[tuple[int, int]]:
+    """Chunk numbers [first, stop) that are worked on together: of at most `chunks` chunks, but of one number at least.
+
+    What a segment needs stays in a CPU's cache, and its buffers are those of the segment before.
+    """
+    cuts = [0]
+    for number in range(1, len(steps)):
+        if steps[number][1] - steps[cuts[-1]][0] > chunks:
+            cuts.append(number)
+    return list(itertools.pairwise([*cuts, len(steps)]))
+
+
+def _scan(
+    parts: _Parts,
+    out: torch.Tensor,
+    state: torch.Tensor,
+    layout: ChunkLayout,
+    numbers: tuple[int, int],
+    save_to: Sequence[torch.Tensor],
+    cum: torch.Tensor,
+) -> torch.Tensor:
+    """Carry the states through the chunks of a segment; returns what the tokens write into them, [B, CHUNK, V].
+
+    Args:
+        parts: of the segment.
+        out: [B, CHUNK, V], written: what the tokens read from the state before their chunk.
+        state: [R, Hv, K, V] fp32, advanced.
+        numbers: chunk numbers [first, stop) of the segment.
+        save_to: destinations of all saves; cum: [N, Hv, CHUNK] of all chunks.
+    """
+    hv, dk, dv = state.shape[1:]
+    flat, values = state.view(-1, dk, dv), parts.u
+    offset = layout.steps[numbers[0]][0]
+    for number in range(*numbers):
+        begin, end = layout.steps[number]
+        lo, hi = (begin - offset) * hv, (end - offset) * hv
+        current = flat[: hi - lo]
+        before = current.to(values.dtype)
+        written = values[lo:hi].baddbmm_(parts.minus_w[lo:hi], before).float()
+        torch.bmm(parts.q_decayed[lo:hi], before, out=out[lo:hi])
+        for row, save, tokens in layout.saves[number]:
+            new = written.view(-1, hv, CHUNK, dv)[row, :, :tokens]
+            keys = parts.k[begin - offset + row]
+            _state_within(keys, cum[begin + row], new, state[row], save_to[save])
+        current.mul_(parts.last[lo:hi]).baddbmm_(parts.k_decayed[lo:hi].transpose(1, 2), written)
+    return values
 
 
 def _state_within(
@@ -205,40 +276,39 @@ def _state_within(
     destination.copy_(after, non_blocking=True)
 
 
-def _within_chunks(
-    qk: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Everything that needs no state: the UT transform's u and w, decayed queries and keys, the inner attention.
+def _within_chunks(pair: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, beta: torch.Tensor) -> _Parts:
+    """Everything that needs no state, of n chunks.
 
     Args:
-        qk: [N, 2, Hk, CHUNK, K]; v: [N, Hv, CHUNK, V]; cum, beta: [N, Hv, CHUNK], cum the running sum of g.
-
-    Returns:
-        With B = N * Hv: u [B, CHUNK, V]; w and the decayed queries, which both meet the state, [B, 2 * CHUNK, K];
-        decayed keys [B, CHUNK, K]; attention [B, CHUNK, CHUNK].
+        pair: [n * Hk, 2, CHUNK, K] fp32, queries and keys; v: [n * Hv, CHUNK, V]; cum, beta: [n, Hv, CHUNK], cum the
+            running sum of g.
     """
-    n, _, hk, _, dk = qk.shape
-    hv, dv = v.shape[1], v.shape[3]
-    group, batch = hv // hk, n * hv
-    shape = (n, hk, group, CHUNK)
-    q, k = qk.unbind(1)
-    products = torch.matmul(qk, k.unsqueeze(1).transpose(-1, -2)).unsqueeze(3)
+    n, hv = cum.shape[:2]
+    hk, dk = pair.shape[0] // n, pair.shape[-1]
+    group, batch, low = hv // hk, n * hv, v.dtype
+    shape = (n * hk, group, CHUNK)
+    q, k = pair.unbind(1)
+    products = torch.bmm(pair.view(n * hk, 2 * CHUNK, dk), k.transpose(1, 2)).view(n * hk, 2, 1, CHUNK, CHUNK)
     decay = (cum.unsqueeze(-1) - cum.unsqueeze(-2)).tril_().exp_().tril_().view(*shape, CHUNK)
-    attention = (products[:, 0] * decay).view(batch, CHUNK, CHUNK)
-    system = (products[:, 1] * decay).mul_(beta.reshape(*shape, 1)).view(batch, CHUNK, CHUNK)
+    attention = (products[:, 0] * decay).view(batch, CHUNK, CHUNK).to(low)
+    system = decay.mul_(products[:, 1]).mul_(beta.reshape(*shape, 1)).view(batch, CHUNK, CHUNK)
     # The inverse of I + (strictly lower part of the system); its columns then take beta, and for w the decay.
     inverse = torch.eye(CHUNK, dtype=torch.float32, device=v.device).expand(batch, CHUNK, CHUNK).contiguous()
     torch.linalg.solve_triangular(system, inverse, upper=False, unitriangular=True, out=inverse)
     inverse.mul_(beta.reshape(batch, 1, CHUNK))
-    u = torch.bmm(inverse, v.view(batch, CHUNK, dv))
-    grow = cum.exp().contiguous()
-    inverse.mul_(grow.view(batch, 1, CHUNK))
-    reads = torch.empty(batch, 2, CHUNK, dk, dtype=torch.float32, device=v.device)
-    w = torch.bmm(inverse.view(n * hk, group * CHUNK, CHUNK), k.reshape(n * hk, CHUNK, dk))
-    reads[:, 0] = w.view(batch, CHUNK, dk)
-    torch.mul(q.unsqueeze(2), grow.view(*shape, 1), out=reads.view(n, hk, group, 2, CHUNK, dk)[:, :, :, 1])
-    k_decayed = k.unsqueeze(2) * (cum[..., -1:] - cum).exp_().view(*shape, 1)
-    return u, reads.view(batch, 2 * CHUNK, dk), k_decayed.view(batch, CHUNK, dk), attention
+    u = torch.bmm(inverse.to(low), v)
+    grow = cum.exp().view(*shape, 1)
+    inverse.mul_(grow.view(batch, 1, CHUNK)).neg_()
+    minus_w = torch.bmm(inverse.view(n * hk, group * CHUNK, CHUNK).to(low), k.to(low)).view(batch, CHUNK, dk)
+    return _Parts(
+        u=u,
+        minus_w=minus_w,
+        q_decayed=(q.unsqueeze(1) * grow).view(batch, CHUNK, dk).to(low),
+        k=k.view(n, hk, CHUNK, dk),
+        k_decayed=(k.unsqueeze(1) * (cum[..., -1:] - cum).exp_().view(*shape, 1)).view(batch, CHUNK, dk),
+        attention=attention,
+        last=cum[..., -1:].exp().view(batch, 1, 1),
+    )
 
 
 def recurrent_gated_delta_rule(
@@ -252,7 +322,8 @@ def recurrent_gated_delta_rule(
     """One token for each of n sequences; their states in `pool` advance in place.
 
     One pass over the old state reads S^T k and S^T q; the new output follows from them without reading the new state:
-    o = exp(g) S^T q + (k . q) delta.
+    o = exp(g) S^T q + (k . q) delta. The pass is a weighted sum of the state's rows, which torch's embedding bag
+    takes at the rate of memory; a batched product with two rows reaches less than half of it on a CPU.
 
     Args:
         qk: [n, 2 * Hk, K] fp32 from `normalise_qk`.
@@ -266,15 +337,11 @@ def recurrent_gated_delta_rule(
     """
     n, hv, dv = v.shape
     hk, dk = qk.shape[1] // 2, qk.shape[2]
-    group = hv // hk
-    pair = qk.view(n, 2, hk, 1, dk).expand(n, 2, hk, group, dk).reshape(n, 2, hv, dk)
-    pair = pair.transpose(1, 2).contiguous()  # [n, Hv, (q, k), K]
+    pair = qk.view(n, 2, hk, 1, dk).expand(n, 2, hk, hv // hk, dk).permute(0, 2, 3, 1, 4)
+    pair = pair.contiguous().view(n, hv, 2, dk)
     decay = g.exp().unsqueeze(-1)
-    read = torch.empty(n * hv, 2, dv, dtype=torch.float32, device=v.device)
-    rows = pair.view(n * hv, 2, dk)
-    for row, slot, count in runs:
-        lo, hi = row * hv, (row + count) * hv
-        torch.bmm(rows[lo:hi], pool[slot : slot + count].view(-1, dk, dv), out=read[lo:hi])
+    rows, bags = _state_rows(tuple(runs), hv, dk, v.device)
+    read = torch.embedding_bag(pool.view(-1, dv), rows, bags, False, 0, False, pair.view(-1), True)[0]
     seen = read.view(n, hv, 2, dv)
     delta = torch.addcmul(v.float(), seen[:, :, 1], decay, value=-1).mul_(beta.unsqueeze(-1))
     agreement = (pair[:, :, 0] * pair[:, :, 1]).sum(dim=-1, keepdim=True)
@@ -285,3 +352,17 @@ def recurrent_gated_delta_rule(
         rows_of = slice(row, row + count)
         state.mul_(decay[rows_of].unsqueeze(-1)).addcmul_(key[rows_of], delta[rows_of].unsqueeze(-2))
     return out
+
+
+@lru_cache(maxsize=8)
+def _state_rows(
+    runs: tuple[tuple[int, int, int], ...], heads: int, dk: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the flat pool [slots * Hv * K, V] that the two reads of each (sequence, head) sum up, and where each
+    read begins. The same for all layers, and from step to step until a request comes or goes.
+    """
+    slots = np.concatenate([np.arange(slot, slot + count) for _, slot, count in runs])
+    first = (slots[:, None] * heads + np.arange(heads)).reshape(-1, 1) * dk
+    rows = (first + np.tile(np.arange(dk), 2)).reshape(-1)
+    bags = np.arange(0, len(rows) + 1, dk)
+    return torch.from_numpy(rows).to(device), torch.from_numpy(bags).to(device)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+FEW = 1 << 14
+"""Numbers up to which calls cost more than arithmetic."""
+
 
 def rms_norm(x: torch.Tensor, weight1: torch.Tensor, eps: float) -> torch.Tensor:
     """Norm over the last dimension.
@@ -21,9 +24,40 @@ def rms_norm(x: torch.Tensor, weight1: torch.Tensor, eps: float) -> torch.Tensor
     Returns:
         [..., d] in the dtype of `x`.
     """
+    if x.numel() <= FEW:
+        return rms_norm_of_few(x, weight1, eps)
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight1.shape, weight1, eps)
-    return F.rms_norm(x.float(), weight1.shape, weight1, eps).to(x.dtype)
+    return x.float().mul_(inverse_rms(x, eps)).mul_(weight1).to(x.dtype)
+
+
+def rms_norm_of_few(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The same as a layer norm, for few rows: x beside -x has mean 0 and the mean square of x.
+
+    torch has the layer norm as one operation, also of bfloat16 with an fp32 weight; its RMS norm is a chain of eight.
+    """
+    d = x.shape[-1]
+    both = None if weight is None else weight.repeat(2)
+    return torch.layer_norm(torch.cat((x, -x), dim=-1), (2 * d,), both, None, eps, False)[..., :d]
+
+
+def unweighted_rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / rms(x)` over the last dimension: a new tensor in fp32."""
+    wide = x.float()
+    if x.numel() <= FEW:
+        return rms_norm_of_few(wide, None, eps)
+    factor = inverse_rms(wide, eps)
+    return wide * factor if wide is x else wide.mul_(factor)
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean of squares + eps) over the last dimension, [..., 1] fp32: one pass over `x` and no copy of it.
+
+    torch's norm on a CPU is a chain of operations, each of which makes a new tensor; on fresh memory that costs more
+    than the arithmetic.
+    """
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
+    return squares.mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
 
 
 def add_rms_norm(
@@ -56,7 +90,8 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     Returns:
         [T, h, d] in the dtype of `gate`.
     """
-    y = F.rms_norm(x, weight.shape, weight, eps)
+    if x.numel() <= FEW:
+        return F.silu(gate.float()).mul_(rms_norm_of_few(x, weight, eps)).to(gate.dtype)
     if gate.dtype == torch.float32:
-        return y.mul_(F.silu(gate))
-    return y.mul_(F.silu(gate.float())).to(gate.dtype)
+        return F.rms_norm(x, weight.shape, weight, eps).mul_(F.silu(gate))
+    return F.silu(gate.float(), inplace=True).mul_(x).mul_(inverse_rms(x, eps)).mul_(weight).to(gate.dtype)

@@ -7,7 +7,8 @@ interleaved mrope carry the same position, so the embedding is the one-dimension
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+
+from sparkinfer_kernels.rms_norm.reference import unweighted_rms_norm
 
 
 def rotary_table(max_positions: int, rot: int, theta: float, device: torch.device) -> torch.Tensor:
@@ -35,7 +36,7 @@ def qk_norm_rotary(
     Returns:
         [T, h, d] in the dtype of `qk`.
     """
-    y = F.rms_norm(qk.float(), qk.shape[-1:], None, eps).mul_(weight1)
+    y = unweighted_rms_norm(qk, eps).mul_(weight1)
     half = cos.shape[-1]
     first, second = y[..., :half], y[..., half : 2 * half]
     rotated = first * cos
