@@ -2,7 +2,7 @@
 
 - cost of `schedule` and `commit` per step at 32 and 1,000 running requests (no model);
 - time to first token of a long shared prompt, cold and from the prefix cache, over HTTP;
-- mixed steps on and off: throughput and TTFT of the CPU cells, over HTTP, both servers up, in alternating order;
+- mixed steps on and off: throughput and TTFT of the CPU cells (`mixing_pairs`);
 - a burst of 32 prompts: prompts per second, packed and one by one, on the engine's core without HTTP.
 """
 
@@ -19,9 +19,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +36,15 @@ from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.types import Request, SamplingParams
 
 from . import launch, metrics, server_probe
-from .cells import Cell, load_cells, resolve_cells
 from .closed_loop import closed_loop
 from .corpus import TEXTS, read_text
-from .prompts import ChatCounter, cell_texts, prompt_rows
+from .figure import Figure
+from .mixing_pairs import LOST, mixing
+from .prompts import ChatCounter
 from .report.machine import machine_facts, source_facts
 
 SCHEMA = "sparkinfer/scheduling-figures/v1"
-PARTS = ("scheduler_cost", "prefix_hit", "mixing", "burst")
+PARTS = ("scheduler_cost", "prefix_hit", "burst", "mixing")
 STEP_GOALS = ((32, 150.0), (1000, 1000.0))
 """(running requests, microseconds per step)."""
 SHARED_TOKENS = 8192
@@ -53,32 +52,9 @@ PREFIX_REPEATS = 3
 BURST = 32
 BURST_REPEATS = 5
 BURST_TOKENS = (32, 128, 512)
-MIXING_CONCURRENCY = (4, 16, 32)
-LOST = 0.02
-"""Throughput that mixing may seem to lose: an allowance for noise. The notes show the range of the pairs."""
 QUIET_CPUS = 0.5
 """CPUs that other programs may keep busy. The load average would say what ran a minute ago."""
 SAMPLE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One figure; `goal` None where it is only reported. `better` is `below` or `above`."""
-
-    part: str
-    name: str
-    value: float
-    unit: str
-    goal: float | None = None
-    better: str = "above"
-    note: str = ""
-
-    @property
-    def reached(self) -> bool | None:
-        """Whether the goal is met; None without one."""
-        if self.goal is None:
-            return None
-        return self.value <= self.goal if self.better == "below" else self.value >= self.goal
 
 
 def busy_cpus(seconds: float = SAMPLE_S) -> float:
@@ -159,56 +135,6 @@ def _stretch(counter: ChatCounter, text: str, number: int, tokens: int) -> str:
 
 def _chat_row(name: str, text: str) -> dict[str, Any]:
     return {"session_id": name, "phase": "profiling", "text": text, "output_length": 4}
-
-
-def mixing(options: argparse.Namespace) -> list[Figure]:
-    """Every closed-loop CPU cell with several requests, mixing on against off."""
-    cells = resolve_cells(load_cells(options.cells), options.scale)
-    wanted = [cell for cell in cells.values() if cell.concurrency in MIXING_CONCURRENCY]
-    counter = ChatCounter(options.model)
-    longest = max(cell.longest for cell in wanted) + 32
-    flags = ["--device", options.device, "--dtype", options.dtype, "--max-model-len", str(longest)]
-    quiet = {"SPARKINFER_LOG_LEVEL": "warning"}
-    figures = []
-    with ExitStack() as stack:
-        urls = {
-            "on": stack.enter_context(launch.served(options.model, flags, quiet)),
-            "off": stack.enter_context(launch.served(options.model, flags, {**quiet, "SPARKINFER_MIXED_CHUNK": "0"})),
-        }
-        for number, cell in enumerate(wanted):
-            rows = prompt_rows(cell, *cell_texts(counter, cell, 1, 1, number, len(wanted)), 1, 1)
-            figures += _mixing_cell(cell, rows, urls, options)
-    return figures
-
-
-def _mixing_cell(
-    cell: Cell, rows: list[dict[str, Any]], urls: dict[str, str], options: argparse.Namespace
-) -> list[Figure]:
-    """One cell: pairs of runs in alternating order, ratios by pair."""
-    assert cell.concurrency is not None
-    measured: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
-    for repeat in range(options.repeats):
-        for name in ("on", "off") if repeat % 2 else ("off", "on"):
-            server_probe.reset_prefix_cache(urls[name])
-            part = [row for row in rows if row["phase"] == "profiling" or repeat == 0]
-            records = closed_loop(urls[name], options.model.name, part, cell.concurrency)
-            records = [record for record in records if record.phase == "profiling"]
-            ttft = metrics.percentile(metrics.ttft_ms(records), 50)
-            measured[name].append((metrics.output_tok_s(records), ttft))
-    pairs = list(zip(measured["on"], measured["off"], strict=True))
-    speed = [on[0] / off[0] for on, off in pairs]
-    wait = [on[1] / off[1] for on, off in pairs]
-    medians = {name: [statistics.median(v[i] for v in values) for i in (0, 1)] for name, values in measured.items()}
-    note = (
-        f"on {medians['on'][0]:.0f} tok/s, TTFT p50 {medians['on'][1]:.0f} ms; "
-        f"off {medians['off'][0]:.0f} tok/s, {medians['off'][1]:.0f} ms; median of {len(pairs)} pairs, "
-        f"ratios {min(speed):.3f}..{max(speed):.3f} and {min(wait):.3f}..{max(wait):.3f}"
-    )
-    few = cell.concurrency < 16
-    return [
-        Figure("mixing", f"{cell.id}: output tok/s, on / off", statistics.median(speed), "x", 1 - LOST, "above", note),
-        Figure("mixing", f"{cell.id}: TTFT p50, on / off", statistics.median(wait), "x", None if few else 1.0, "below"),
-    ]
 
 
 def burst(options: argparse.Namespace) -> list[Figure]:
@@ -336,6 +262,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cells", type=Path, default=Path("config/cells.yaml"))
     parser.add_argument("--scale", default="cpu")
     parser.add_argument("--repeats", type=int, default=2, help="pairs of runs for each cell (default %(default)s)")
+    parser.add_argument(
+        "--record", type=Path, metavar="FOLDER", help="keep the mixing part's requests and steps for eval/simulate.py"
+    )
     parser.add_argument("--steps", type=int, default=1000, help="steps of the scheduler's benchmark")
     parser.add_argument("--busy", action="store_true", help="measure although other programs are running")
     return parser.parse_args(arguments)
@@ -344,7 +273,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 all goals reached, 1 one is not, 2 bad input, 3 environment."""
     options = _options(arguments)
-    parts: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
+    parts: dict[str, Callable[[argparse.Namespace], Iterable[Figure]]] = {
         "scheduler_cost": scheduler_cost, "prefix_hit": prefix_hit, "mixing": mixing, "burst": burst,
     }  # fmt: skip
     try:
@@ -355,14 +284,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"wait until it is below {QUIET_CPUS}, or give --busy"
             )
         load_config(options.model)
+        if options.record is not None and options.record.exists():
+            raise ConfigError(f"--record {options.record} exists: name a new folder")
+        command = ["python", "eval/scheduling_figures.py", *(sys.argv[1:] if arguments is None else arguments)]
         figures: list[Figure] = []
         for name in options.parts:
-            found = parts[name](options)
-            figures += found
-            for figure in found:
+            for figure in parts[name](options):
+                figures.append(figure)
                 print(f"{figure.name}: {figure.value:.3f} {figure.unit} {figure.note}", flush=True)
-        command = ["python", "eval/scheduling_figures.py", *(sys.argv[1:] if arguments is None else arguments)]
-        write(options.out, document(options, figures, command))
+            write(options.out, document(options, figures, command))
     except SparkinferError as error:
         print(f"scheduling_figures: {error}", file=sys.stderr)
         return error.exit_code

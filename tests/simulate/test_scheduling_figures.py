@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from sparkinfer_eval import mixing_pairs
 from sparkinfer_eval import scheduling_figures as figures
-from sparkinfer_eval.scheduling_figures import Figure
+from sparkinfer_eval.figure import Figure
 from sparkinfer_eval.toy_model import ToySize, generate
 
 torch.set_num_threads(1)
@@ -106,11 +107,11 @@ def test_mixing_pairs_alternate_and_ratios_are_by_pair(monkeypatch: pytest.Monke
         took = 2_000_000_000 if url == "off" else 1_000_000_000
         return [Record(str(n), row["phase"], "", 8, 10, 0, took // 10, took, "length") for n, row in enumerate(rows)]
 
-    monkeypatch.setattr(figures, "closed_loop", loop)
-    monkeypatch.setattr(figures.server_probe, "reset_prefix_cache", lambda url: True)
+    monkeypatch.setattr(mixing_pairs, "closed_loop", loop)
+    monkeypatch.setattr(mixing_pairs.server_probe, "reset_prefix_cache", lambda url: True)
     rows = [{"phase": "warmup"}] + [{"phase": "profiling"}] * 16
     options = argparse.Namespace(repeats=3, model=Path("toy"))
-    speed, wait = figures._mixing_cell(cell, rows, {"on": "on", "off": "off"}, options)
+    speed, wait = mixing_pairs.mixing_cell(cell, rows, {"on": "on", "off": "off"}, options)
     assert order == ["off", "on", "on", "off", "off", "on"]
     assert (speed.value, wait.value) == (2.0, 0.5)
     assert speed.reached
