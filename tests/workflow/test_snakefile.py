@@ -38,7 +38,7 @@ def test_plain_release_takes_the_cpu_profile_and_says_so(snakemake: Run) -> None
     assert jobs["environment"] == 3
 
 
-@pytest.mark.parametrize("profile", ["h200", "rtx5090", "slurm", "kubernetes"])
+@pytest.mark.parametrize("profile", ["h200", "rtx5090", "kubernetes"])
 def test_gpu_profiles_dry_run_without_a_gpu(snakemake: Run, profile: str) -> None:
     done = snakemake("release", "-n", "--profile", f"workflow/profiles/{profile}")
     assert done.returncode == 0, done.stdout
@@ -50,7 +50,9 @@ def test_gpu_profiles_dry_run_without_a_gpu(snakemake: Run, profile: str) -> Non
 
 def test_slurm_gets_all_that_needs_the_device_as_one_job(snakemake: Run) -> None:
     done = snakemake("release", "-n", "--profile", "workflow/profiles/slurm")
+    assert done.returncode == 0, done.stdout
     jobs = counts(done.stdout)
+    assert (jobs["sweep"], jobs["arrivals"], jobs["model"]) == (96, 16, 2)
     (start,) = re.finditer(r"Group job (\w+) ", done.stdout)
     assert start.group(1) == "measure"
     measured = ("check", "scores", "sweep", "arrivals")
