@@ -17,11 +17,14 @@ import torch.nn.functional as F
 from sparkinfer_kernels.attention.reference import DecodeGroup, PrefillSpan
 from sparkinfer_kernels.dispatch import Ops
 from sparkinfer_kernels.gated_delta_rule.reference import ChunkLayout
+from sparkinfer_kernels.linear.reference import BlockedWeight
 from sparkinfer_kernels.rotary.reference import rotary_table
 
 from sparkinfer.models.config import FULL, ModelConfig
 from sparkinfer.models.loader import WeightSource
 
+PackedWeight = torch.Tensor | BlockedWeight
+"""What `ops.pack_linear` makes of a weight and `ops.linear` takes."""
 WIDTH_MULTIPLE = 16
 """A projection as wide as a multiple of this has no remainder in oneDNN's kernel: a fifth faster than four more."""
 
@@ -95,11 +98,11 @@ class Weights:
         """A zero-centred norm weight plus one."""
         return self.fp32(name, size) + 1.0
 
-    def linear(self, name: str, rows: int, columns: int) -> torch.Tensor:
+    def linear(self, name: str, rows: int, columns: int) -> PackedWeight:
         """A projection [out, in], laid out for `ops.linear`."""
         return self.ops.pack_linear(self.get(name, rows, columns))
 
-    def stack(self, parts: Sequence[tuple[str, int]], columns: int, unused: int = 0) -> torch.Tensor:
+    def stack(self, parts: Sequence[tuple[str, int]], columns: int, unused: int = 0) -> PackedWeight:
         """Projections of the same input as one: [sum of outs, in], laid out for `ops.linear`; zeros fill `unused`."""
         matrices = [self.get(name, rows, columns) for name, rows in parts]
         return self.ops.pack_linear(F.pad(torch.cat(matrices), (0, 0, 0, unused)))

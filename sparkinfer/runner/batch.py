@@ -95,28 +95,28 @@ class BatchBuilder:
         self.dtype, self.device = dtype, device
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
     def build(self, plan: StepPlan) -> StepTensors:
         """The pass of a plan. Raises ValueError for a row that contradicts its contract."""
         # Decode rows in slot order make long runs of neighbouring slots, whose states are used in place; prefill
         # rows with most chunks first let the chunk scan work on a shrinking prefix.
         decode, prefill = plan.decode, plan.prefill
-        order = np.argsort(decode.slots, kind="stable")
-        in_order = bool((np.diff(order) == 1).all())
-        slots, starts = decode.slots[order], decode.starts[order]
+        slots, starts, order = decode.slots, decode.starts, None
+        if (slots[1:] < slots[:-1]).any():
+            order = np.argsort(slots, kind="stable")
+            slots, starts = slots[order], starts[order]
         if len(prefill) > 1:
             prefill = sorted(prefill, key=lambda row: -num_chunks(row.start, row.length))
         self.tables.update_decode(decode)
         tokens, positions, pending = self._tokens(decode, order, prefill)
         table = self.tables.array
-        lengths = np.array([row.length for row in prefill], dtype=np.int64)
-        prefill_slots = np.array([row.slot for row in prefill], dtype=np.int64)
         around = self._around(plan)
-        token_slots = np.concatenate((slots, np.repeat(prefill_slots, lengths)))
+        prefill_slots = np.array([row.slot for row in prefill], dtype=np.int64)
+        lengths = np.array([row.length for row in prefill], dtype=np.int64)
+        token_slots = np.concatenate((slots, np.repeat(prefill_slots, lengths))) if prefill else slots
         kv_positions = table[token_slots, positions // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
-        last = dict(zip(prefill_slots.tolist(), (len(slots) - 1 + np.cumsum(lengths)).tolist(), strict=True))
-        ends = [last[row.slot] for row in plan.prefill if row.samples]
         batch = Batch(
             tokens=self._tensor(tokens),
             positions=self._tensor(positions),
@@ -127,8 +127,11 @@ class BatchBuilder:
             prefill=self._prefill(prefill, prefill_slots) if prefill else None,
             outputs=None,
         )
-        if prefill or not in_order:
-            batch.outputs = self._tensor(np.concatenate((np.argsort(order), np.array(ends, dtype=np.int64))))
+        if prefill or order is not None:
+            last = dict(zip(prefill_slots.tolist(), (len(slots) - 1 + np.cumsum(lengths)).tolist(), strict=True))
+            ends = np.array([last[row.slot] for row in plan.prefill if row.samples], dtype=np.int64)
+            places = np.arange(len(slots)) if order is None else np.argsort(order)
+            batch.outputs = self._tensor(np.concatenate((places, ends)))
         if len(slots):
             batch.decode_groups = decode_groups(table, slots, starts + 1, KV_BLOCK_TOKENS, self.dtype, self.device)
         sampling = [row for row in plan.prefill if row.samples]
@@ -166,20 +169,18 @@ class BatchBuilder:
         return before, after, fresh, restores
 
     def _tokens(
-        self, decode: DecodeRows, order: np.ndarray, prefill: list[Row]
+        self, decode: DecodeRows, order: np.ndarray | None, prefill: list[Row]
     ) -> tuple[np.ndarray, np.ndarray, tuple[torch.Tensor, torch.Tensor] | None]:
         """Input tokens and positions, and which inputs are still on the device."""
-        waiting = np.flatnonzero(decode.pending[order])
-        pending = None
-        if len(waiting) == len(order):
-            tokens = [0] * len(order)
-        else:
-            known = zip(decode.requests, decode.starts.tolist(), decode.pending.tolist(), strict=True)
-            tokens = [0 if later else request.token_at(start) for request, start, later in known]
+        known = zip(decode.requests, decode.starts.tolist(), decode.pending.tolist(), strict=True)
+        tokens = [0 if later else request.token_at(start) for request, start, later in known]
+        slots, starts, later = decode.slots, decode.starts, decode.pending
+        if order is not None:
+            slots, starts, later = slots[order], starts[order], later[order]
             tokens = [tokens[index] for index in order.tolist()]
-        if len(waiting):
-            pending = (self._tensor(waiting), self._tensor(decode.slots[order][waiting]))
-        positions = [decode.starts[order]]
+        waiting = np.flatnonzero(later)
+        pending = (self._tensor(waiting), self._tensor(slots[waiting])) if len(waiting) else None
+        positions = [starts]
         for row in prefill:
             stop = row.start + row.length
             share = row.request.tokens(row.start, stop)

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sparkinfer_kernels.causal_conv1d import reference as conv
 from sparkinfer_kernels.dispatch import BACKENDS, select_ops
+from sparkinfer_kernels.linear import reference as projection
 from sparkinfer_kernels.moe import reference as moe
 from sparkinfer_kernels.rms_norm import reference as norm
 from sparkinfer_kernels.rotary import reference as rotary
@@ -103,6 +104,16 @@ def test_convolution_of_bfloat16(total):
     expected = torch.cat([silu((h.unfold(0, 4, 1) * weight.t().double()).sum(-1)) for h in histories])
     assert ((got - expected).abs() <= 2**-7 * (expected.abs() + 1)).all()
     assert torch.equal(windows.double(), torch.stack([h[-3:] for h in histories]))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 300])
+def test_projection_of_bfloat16(rows):
+    g = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 48, generator=g).bfloat16(), torch.randn(3000, 48, generator=g).bfloat16()
+    got = projection.linear(x, projection.pack_linear(weight))
+    expected = x.double() @ weight.double().t()
+    assert got.dtype == torch.bfloat16
+    assert ((got - expected).abs() <= 2**-8 * expected.abs() + 1e-5).all()
 
 
 @pytest.mark.parametrize("rows", [1, 40, 4000])

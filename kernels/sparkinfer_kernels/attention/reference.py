@@ -17,6 +17,8 @@ GROUP_TOKENS = 8192
 """Padded KV tokens gathered at once by decode: small enough to stay in a CPU's cache between gather and use."""
 BY_ROWS_FROM = 1024
 """Padded KV tokens of a group from which bfloat16 decode goes row by row on a CPU; for fewer, one call is faster."""
+TILED_FROM = 128
+"""Queries from which bfloat16 attention goes tile by tile on a CPU; below, one call is faster."""
 TILE_ROWS = 64
 """Queries that bfloat16 attention on a CPU takes together, twice as many of a long prompt, with all the keys that the
 last of them may see."""
@@ -215,8 +217,8 @@ def attention_prefill(
     total, hq, d = q.shape
     hkv = k.shape[1]
     out = torch.empty(total, hq, d, dtype=q.dtype, device=q.device)
-    by_tiles = _in_bfloat16(q.dtype, q.device)
-    for count, span in _alike(spans) if by_tiles else [(1, span) for span in spans]:
+    low = _in_bfloat16(q.dtype, q.device)
+    for count, span in _alike(spans) if low and total >= TILED_FROM else [(1, span) for span in spans]:
         tokens = slice(span.first, span.first + count * span.length)
         q_span = q[tokens].view(count, span.length, hkv, hq // hkv, d)
         if span.blocks is None:
@@ -226,7 +228,7 @@ def attention_prefill(
             k_span = k_cache.index_select(0, span.blocks).view(-1, hkv, d)[:context]
             v_span = v_cache.index_select(0, span.blocks).view(-1, hkv, d)[:context]
         out_span = out[tokens].view(q_span.shape)
-        if by_tiles:
+        if count > 1 or (low and span.length >= TILED_FROM):
             _causal_by_tiles(q_span, k_span.view(count, -1, hkv, d), v_span.view(count, -1, hkv, d), scale, out_span)
         else:
             out_span[0].copy_(_causal_at_once(q_span[0], k_span, v_span, scale))

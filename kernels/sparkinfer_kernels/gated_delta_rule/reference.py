@@ -27,8 +27,9 @@ CHUNK = 32
 """Tokens per chunk. Chunks are cut at multiples of it in the request's own positions, and at checkpoints."""
 SEGMENT_CHUNKS = 64
 """Chunks of all heads that prefill works on at a time."""
-BFLOAT16_FROM = 32
-"""Chunks of all heads from which products take bfloat16 when the values are; below, calls cost more than they save."""
+BFLOAT16_FROM = 8
+"""States (heads of all sequences) from which products take bfloat16 when the values are, if sequences have two chunks
+or more; below, calls cost more than they save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ def chunk_gated_delta_rule(
     hk, dk = qk.shape[1] // 2, qk.shape[2]
     hv, dv = v.shape[1:]
     n = layout.gather.shape[0] // CHUNK
-    if n * hv < BFLOAT16_FROM:
+    if state.shape[0] * hv < BFLOAT16_FROM or n < 2 * state.shape[0]:
         v = v.float()
     gates = torch.cat((g, beta), dim=1).index_select(0, layout.gather)
     if layout.padding is not None:

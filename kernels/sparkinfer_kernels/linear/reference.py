@@ -8,26 +8,44 @@ torch's own compiler calls.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
+SMALL_WEIGHT = 1 << 18
+"""Weights of at most so many numbers are kept in plain layout as well."""
+SMALL_PRODUCT = 1 << 19
+"""A product that multiplies so many numbers or fewer goes through an embedding bag, a weighted sum of the weight's
+rows, whose call costs half of oneDNN's."""
 
-def pack_linear(weight: torch.Tensor) -> torch.Tensor:
+
+@dataclass(frozen=True, slots=True)
+class BlockedWeight:
+    """A bfloat16 weight for oneDNN."""
+
+    blocked: torch.Tensor
+    """In oneDNN's layout."""
+    plain: torch.Tensor | None
+    """[in, out], of a small weight."""
+
+
+def pack_linear(weight: torch.Tensor) -> torch.Tensor | BlockedWeight:
     """Lay out the weight of a projection.
 
     Args:
         weight: [out, in].
 
     Returns:
-        A tensor for `linear`; of what shape and layout is its own affair.
+        What `linear` takes.
     """
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and bfloat16_instructions():
-        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        return BlockedWeight(blocked, weight.t().contiguous() if weight.numel() <= SMALL_WEIGHT else None)
     return weight.t().contiguous()
 
 
-def linear(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+def linear(x: torch.Tensor, packed: torch.Tensor | BlockedWeight) -> torch.Tensor:
     """x @ weight.T.
 
     Args:
@@ -37,9 +55,18 @@ def linear(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     Returns:
         [T, out] in the dtype of `x`.
     """
-    if packed.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
-    return x @ packed
+    if isinstance(packed, torch.Tensor):
+        return x @ packed
+    if packed.plain is not None and x.shape[0] * packed.plain.numel() <= SMALL_PRODUCT:
+        rows, bags = _all_rows(*x.shape)
+        return torch.embedding_bag(packed.plain, rows, bags, False, 0, False, x.reshape(-1), True)[0]
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed.blocked, None, "none", [], "")
+
+
+@cache
+def _all_rows(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of a weight [size, ...] for each of `count` bags, and where each begins."""
+    return torch.arange(size).repeat(count), torch.arange(0, count * size + 1, size)
 
 
 @cache

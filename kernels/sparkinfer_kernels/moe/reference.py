@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sparkinfer_kernels.linear.reference import linear
+from sparkinfer_kernels.linear.reference import BlockedWeight, linear
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -63,11 +63,11 @@ def grouped_experts(
 
 def moe(
     x: torch.Tensor,
-    router: torch.Tensor,
+    router: torch.Tensor | BlockedWeight,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    shared_gate_up: torch.Tensor,
-    shared_down: torch.Tensor,
+    shared_gate_up: torch.Tensor | BlockedWeight,
+    shared_down: torch.Tensor | BlockedWeight,
     top_k: int,
 ) -> torch.Tensor:
     """The whole block: routed experts plus sigmoid(shared gate) times the shared expert.

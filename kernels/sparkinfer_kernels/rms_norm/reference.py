@@ -24,28 +24,19 @@ def rms_norm(x: torch.Tensor, weight1: torch.Tensor, eps: float) -> torch.Tensor
     Returns:
         [..., d] in the dtype of `x`.
     """
-    if x.numel() <= FEW:
-        return rms_norm_of_few(x, weight1, eps)
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight1.shape, weight1, eps)
+    if x.numel() <= FEW:
+        return F.rms_norm(x.float(), weight1.shape, weight1, eps).to(x.dtype)
     return x.float().mul_(inverse_rms(x, eps)).mul_(weight1).to(x.dtype)
-
-
-def rms_norm_of_few(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """The same as a layer norm, for few rows: x beside -x has mean 0 and the mean square of x.
-
-    torch has the layer norm as one operation, also of bfloat16 with an fp32 weight; its RMS norm is a chain of eight.
-    """
-    d = x.shape[-1]
-    both = None if weight is None else weight.repeat(2)
-    return torch.layer_norm(torch.cat((x, -x), dim=-1), (2 * d,), both, None, eps, False)[..., :d]
 
 
 def unweighted_rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / rms(x)` over the last dimension: a new tensor in fp32."""
-    wide = x.float()
+    wide, d = x.float(), x.shape[-1]
     if x.numel() <= FEW:
-        return rms_norm_of_few(wide, None, eps)
+        # x beside -x has mean 0 and the mean square of x: their layer norm, which torch has as one operation.
+        return torch.layer_norm(torch.cat((wide, -wide), dim=-1), (2 * d,), None, None, eps, False)[..., :d]
     factor = inverse_rms(wide, eps)
     return wide * factor if wide is x else wide.mul_(factor)
 
@@ -90,8 +81,6 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     Returns:
         [T, h, d] in the dtype of `gate`.
     """
-    if x.numel() <= FEW:
-        return F.silu(gate.float()).mul_(rms_norm_of_few(x, weight, eps)).to(gate.dtype)
-    if gate.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps).mul_(F.silu(gate))
+    if x.numel() <= FEW or gate.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps).mul_(F.silu(gate.float())).to(gate.dtype)
     return F.silu(gate.float(), inplace=True).mul_(x).mul_(inverse_rms(x, eps)).mul_(weight).to(gate.dtype)
