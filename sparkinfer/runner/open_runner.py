@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NotRequired, TypedDict, Unpack
 
 import torch
 
@@ -81,21 +82,27 @@ def load_gpu_model(
     return model
 
 
+class PoolSizes(TypedDict):
+    """What sizes a runner's pools; see `ModelRunner`."""
+
+    max_num_seqs: int
+    num_kv_blocks: int
+    max_model_len: int
+    num_snapshots: NotRequired[int]
+    num_host_blocks: NotRequired[int]
+
+
 def open_runner(
     model_dir: Path | str,
     *,
     device: str = "cpu",
     dtype: str = "auto",
-    max_num_seqs: int,
-    num_kv_blocks: int,
-    max_model_len: int,
-    num_snapshots: int = 0,
-    num_host_blocks: int = 0,
     load_format: str = "auto",
     seed: int = 0,
     backend: str | None = None,
     limits: PassLimits | None = None,
     options: GpuOptions | None = None,
+    **sizes: Unpack[PoolSizes],
 ) -> ModelRunner | GpuRunner:
     """Load a model and allocate all pools; arguments and errors as in `ModelRunner`.
 
@@ -105,27 +112,17 @@ def open_runner(
     where = device_of(device)
     if where.type == "cpu":
         return ModelRunner(
-            model_dir,
-            device=device,
-            dtype=dtype,
-            max_num_seqs=max_num_seqs,
-            num_kv_blocks=num_kv_blocks,
-            max_model_len=max_model_len,
-            num_snapshots=num_snapshots,
-            num_host_blocks=num_host_blocks,
-            load_format=load_format,
-            seed=seed,
-            backend=backend,
+            model_dir, device=device, dtype=dtype, load_format=load_format, seed=seed, backend=backend, **sizes
         )
-    folder, options = Path(model_dir), options or GpuOptions()
-    config = load_config(folder)
-    limits = limits or PassLimits(max_num_seqs, DEFAULT_CHUNK, DEFAULT_CHUNK, DEFAULT_PROMPTS, DEFAULT_PROMPTS)
+    folder, requests, length = Path(model_dir), sizes["max_num_seqs"], sizes["max_model_len"]
+    config, options = load_config(folder), options or GpuOptions()
+    limits = limits or PassLimits(requests, DEFAULT_CHUNK, DEFAULT_CHUNK, DEFAULT_PROMPTS, DEFAULT_PROMPTS)
     model = load_gpu_model(
         folder,
         config,
         device=where,
         dtype=dtype,
-        max_model_len=max_model_len,
+        max_model_len=length,
         limits=limits,
         options=options,
         load_format=load_format,
@@ -134,9 +131,11 @@ def open_runner(
     memory = MemoryPlan.for_model(
         config,
         dtype="bfloat16",
-        num_slots=max_num_seqs,
-        num_kv_blocks=num_kv_blocks,
-        num_snapshots=num_snapshots,
-        num_host_blocks=num_host_blocks,
+        num_slots=requests,
+        num_kv_blocks=sizes["num_kv_blocks"],
+        num_snapshots=sizes.get("num_snapshots", 0),
+        num_host_blocks=sizes.get("num_host_blocks", 0),
+        kv_bytes=options.kv_dtype(model.dtype).itemsize,
+        state_bytes=options.state_dtype.itemsize,
     )
-    return GpuRunner(model, memory, limits, max_model_len=max_model_len)
+    return GpuRunner(model, memory, limits, max_model_len=length)
