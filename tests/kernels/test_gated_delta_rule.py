@@ -145,6 +145,21 @@ def test_recurrent_equals_recurrence(assert_close, slots, seed):
     assert torch.equal(pool[others], before[others])
 
 
+def test_states_of_several_sequences_are_saved_together():
+    starts, cuts = [0] * 5, [[16], [16, 40], [7], [40], [16]]
+    qk, v, g, beta = inputs(5 * 64, 6)
+    before = torch.randn(5, HV, DK, DV, generator=torch.Generator().manual_seed(7))
+    saved = [torch.empty(HV, DK, DV) for positions in cuts for _ in positions]
+    layout = chunk_layout(starts, [64] * 5, cuts, torch.device("cpu"))
+    chunk_gated_delta_rule(qk, v, g, beta, before.clone(), layout, saved)
+    save = iter(saved)
+    for row, positions in enumerate(cuts):
+        part = slice(64 * row, 64 * row + 64)
+        _, states = naive(qk[part], v[part], g[part], beta[part], before[row])
+        for position in positions:
+            assert (next(save) - states[position - 1]).abs().max() <= 1e-4
+
+
 def test_layout_refuses_the_wrong_order():
     with pytest.raises(ValueError, match="longest"):
         chunk_layout([0, 0], [10, 100], [[], []], torch.device("cpu"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-FEW = 1 << 14
+FEW = 1 << 12
 """Numbers up to which calls cost more than arithmetic."""
 
 
