@@ -1,7 +1,8 @@
 """Build, check, time and compare on a bare GPU host, one short phase a call: `python eval/gpu_host.py PHASE --help`.
 
-Phases: setup, checkpoint, prompts, check, bench, profile, serve, warm, cells, stop, table, collect. Servers outlive a
-call. `import`, on another machine, makes what `collect` packed a run under results/ that eval/render_report.py reads.
+Phases: setup, caches, checkpoint, prompts, check, bench, profile, serve, warm, cells, stop, table, collect. Servers
+outlive a call. `import`, on another machine, makes what `collect` packed a run under results/ that
+eval/render_report.py reads.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from sparkinfer_eval import token_load
 from sparkinfer_eval.host import cells as host_cells
 from sparkinfer_eval.host import servers
 from sparkinfer_eval.host.cli import main
-from sparkinfer_eval.host.site import Host, unpack
+from sparkinfer_eval.host.site import Host, load_caches, save_caches, unpack
 from sparkinfer_eval.records import Record, write_records
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem
@@ -48,6 +48,23 @@ def test_a_split_archive_is_joined_and_unpacked_once(host: Host, tmp_path: Path)
         unpack(parts, host.aiperf)
     with pytest.raises(ConfigError, match="neither part-"):
         unpack(tmp_path, host.aiperf)
+
+
+def test_caches_go_to_the_next_host(host: Host, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="start a server first"):
+        save_caches(host, tmp_path / "out")
+    (host.caches / "triton" / "ab").mkdir(parents=True)
+    (host.caches / "triton" / "ab" / "kernel.cubin").write_bytes(b"code")
+    (host.caches / "vllm").mkdir()
+    assert [path.name for path in save_caches(host, tmp_path / "out")] == ["cache-triton.tar.xz"]
+    following = Host(ROOT, tmp_path / "next")
+    load_caches(following, tmp_path / "out")
+    assert (following.caches / "triton" / "ab" / "kernel.cubin").read_bytes() == b"code"
+    (tmp_path / "out" / "cache-triton.tar.xz").write_bytes(b"damaged")
+    with pytest.raises(EnvironmentProblem, match="could not be unpacked"):
+        load_caches(following, tmp_path / "out")
+    with pytest.raises(ConfigError, match="holds no cache-"):
+        load_caches(following, tmp_path)
 
 
 def test_both_engines_get_the_same_distinct_prompts() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer_eval.host import servers
-from sparkinfer_eval.host.site import Host, install_wheels, program, unpack
+from sparkinfer_eval.host.site import Host, install_wheels, load_caches, program, save_caches, unpack
 from sparkinfer_eval.host.tokenizer import write_text_tokenizer
 
 CHECKS = ("pack_ckpt_check", "prefix_check", "mixed_conc_check")
@@ -58,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--overrides", type=json.loads, default={}, help="JSON object of changes to the full scale")
     for one in (cells, collect, phases.add_parser("table", help="ratios of the cells that both engines have")):
         one.add_argument("--run", default="quick", help="run name (default %(default)s)")
+    caches = phases.add_parser("caches", help="pack what was compiled, or unpack it on the next host")
+    which = caches.add_mutually_exclusive_group(required=True)
+    which.add_argument("--save", type=Path, metavar="FOLDER")
+    which.add_argument("--load", type=Path, metavar="FOLDER", dest="bring")
     phases.add_parser("warm", help="warm the running server up")
     phases.add_parser("stop", help="end the running server")
     bring = phases.add_parser("import", help="on another machine: an archive of `collect` becomes results/<run>")
@@ -131,6 +135,11 @@ def _run(host: Host, options: argparse.Namespace) -> int:
             from sparkinfer_eval.host.cells import table
 
             print(*table(host, options.run), sep="\n")
+        case "caches":
+            if options.save is not None:
+                print(*(f"{path}: {path.stat().st_size / 2**20:.1f} MiB" for path in save_caches(host, options.save)))
+            else:
+                load_caches(host, options.bring)
         case "warm":
             from sparkinfer_eval.host.cells import warm_up
 

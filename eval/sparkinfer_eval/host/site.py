@@ -34,6 +34,11 @@ class Host:
         return self.work / "vllm"
 
     @property
+    def caches(self) -> Path:
+        """What Triton, torch, FlashInfer and vLLM compiled, a folder each."""
+        return self.work / "cache"
+
+    @property
     def aiperf(self) -> Path:
         """The unpacked AIPerf bundle."""
         return self.work / "aiperf"
@@ -53,7 +58,7 @@ class Host:
             "vllm": [self.vllm, self.vllm / "nvidia_cutlass_dsl" / "dsl_packages"],
             "aiperf": [self.aiperf],
         }[engine]
-        cache = self.work / "cache"
+        cache = self.caches
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -61,6 +66,7 @@ class Host:
             "TRITON_CACHE_DIR": str(cache / "triton"),
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "VLLM_CACHE_ROOT": str(cache / "vllm"),
+            "FLASHINFER_WORKSPACE_BASE": str(cache / "flashinfer"),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
@@ -127,6 +133,38 @@ def unpack(parts: Path, target: Path) -> None:
     except (tarfile.TarError, EOFError, OSError) as error:
         raise EnvironmentProblem(f"{parts} could not be unpacked into {target}: {error}") from error
     done.touch()
+
+
+def save_caches(host: Host, out: Path) -> list[Path]:
+    """Pack each compiler's cache as `<out>/cache-<name>.tar.xz`; returns the archives.
+
+    The next host, with the same card, packages and working folder, then starts both engines without compiling.
+    Raises ConfigError when nothing was compiled yet.
+    """
+    names = sorted(path.name for path in host.caches.glob("*") if path.is_dir() and any(path.iterdir()))
+    if not names:
+        raise ConfigError(f"{host.caches} is empty: start a server first")
+    out.mkdir(parents=True, exist_ok=True)
+    packed = []
+    for name in names:
+        packed.append(out / f"cache-{name}.tar.xz")
+        with tarfile.open(packed[-1], "w:xz", preset=1) as archive:
+            archive.add((host.caches / name).resolve(), name)
+    return packed
+
+
+def load_caches(host: Host, folder: Path) -> None:
+    """Unpack what `save_caches` packed. Raises ConfigError when there is nothing, EnvironmentProblem when damaged."""
+    files = sorted(folder.glob("cache-*.tar.xz"))
+    if not files:
+        raise ConfigError(f"{folder} holds no cache-*.tar.xz")
+    host.caches.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        try:
+            with tarfile.open(file, "r:xz") as archive:
+                archive.extractall(host.caches, filter="tar")
+        except (tarfile.TarError, EOFError, OSError) as error:
+            raise EnvironmentProblem(f"{file} could not be unpacked into {host.caches}: {error}") from error
 
 
 def program(host: Host, name: str, arguments: list[str], log: Path, timeout_s: float) -> int:
