@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import sparkinfer
+from sparkinfer.errors import ConfigError
 from sparkinfer.identity import engine_digest, model_digest
 
 from . import gates, launch, metrics, server_probe
@@ -87,7 +88,11 @@ def mixing(options: argparse.Namespace) -> Iterator[Figure]:
     """Every closed-loop CPU cell with several requests, mixing on against off; all cells where they are recorded."""
     document = load_cells(options.cells)
     cells = resolve_cells(document, options.scale)
-    pairs = [cell for cell in cells.values() if cell.concurrency in MIXING_CONCURRENCY]
+    named = options.mixing_cells
+    unknown = [name for name in named or [] if name not in cells or cells[name].concurrency not in MIXING_CONCURRENCY]
+    if unknown:
+        raise ConfigError(f"--mixing-cells {' '.join(unknown)}: no closed-loop cell of several clients has that name")
+    pairs = [cell for cell in cells.values() if cell.concurrency in MIXING_CONCURRENCY and cell.id in (named or cells)]
     alone = [cell for cell in cells.values() if cell.concurrency == 1]
     counter = ChatCounter(options.model)
     recording = Recording(options.record, options.model) if options.record is not None else None

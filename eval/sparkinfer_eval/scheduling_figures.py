@@ -265,6 +265,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--record", type=Path, metavar="FOLDER", help="keep the mixing part's requests and steps for eval/simulate.py"
     )
+    parser.add_argument("--mixing-cells", nargs="+", metavar="ID", help="cells of the mixing part (default: all)")
     parser.add_argument("--steps", type=int, default=1000, help="steps of the scheduler's benchmark")
     parser.add_argument("--busy", action="store_true", help="measure although other programs are running")
     return parser.parse_args(arguments)

@@ -93,6 +93,9 @@ def test_bad_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert figures.main([str(tmp_path / "absent"), "--out", str(tmp_path), "--busy", "--parts", "burst"]) == 2
     assert figures.main([str(model), "--out", str(tmp_path), "--busy", "--parts", "prefix_hit"]) == 2
     assert "too short" in capsys.readouterr().err
+    arguments = [str(model), "--out", str(tmp_path), "--busy", "--parts", "mixing", "--mixing-cells", "chat-c1"]
+    assert figures.main(arguments) == 2
+    assert "chat-c1: no closed-loop cell of several clients" in capsys.readouterr().err
 
 
 def test_mixing_pairs_alternate_and_ratios_are_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
