@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from sparkinfer_kernels.linear.reference import bfloat16_instructions
+
 GROUP_TOKENS = 8192
 """Padded KV tokens gathered at once by decode: small enough to stay in a CPU's cache between gather and use."""
 BY_ROWS_FROM = 1024
@@ -158,7 +160,8 @@ def attention_decode(
 
 
 def _in_bfloat16(dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype == torch.bfloat16 and device.type == "cpu"
+    """Whether products in bfloat16 are worth taking by oneself: on a CPU that has instructions for them."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and bfloat16_instructions()
 
 
 def _decode_at_once(
