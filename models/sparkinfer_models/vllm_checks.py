@@ -1,14 +1,15 @@
 """The reference models inside vLLM on a GPU: what its drafters accept there, and its answers from our quantised forms.
 
 A start of vLLM takes minutes, so all servers start at once, each with a small share of the device's memory, and outlive
-the command that started them. `start`, `wait`, `measure` and `stop` are commands of their own that share a folder;
-`measure` goes on where it was interrupted.
+the command that started them. The commands share a folder. `prepare` and `judge` need no GPU and may run elsewhere, so
+that the host of the GPU does nothing but serve; `measure` goes on where it was interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -31,6 +32,10 @@ CONTEXT = 1024
 ANSWER_TOKENS = 64
 NOT_YET = 75
 """Exit code of `wait` when its time is over first (EX_TEMPFAIL)."""
+ONE_CONFIG = Path(__file__).parent / "one_config"
+VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "OMP_NUM_THREADS": "1"}
+"""No compiler of FlashInfer's; and no threads that wait for one another by spinning beside the other servers' own."""
+ACCURACY = str(ROOT / "eval" / "accuracy.py")
 QUANTIZE = "import sys; from sparkinfer.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -120,88 +125,57 @@ def log_of(state: Path, name: str) -> Path:
     return state / "logs" / f"{name}.log"
 
 
-SERVERS, REFERENCES = "servers.json", "references.json"
+SERVERS = "servers.json"
 
 
-def read_running(state: Path, file: str = SERVERS) -> list[Running]:
+def read_running(state: Path) -> list[Running]:
     """What `start` started. Raises ConfigError."""
     try:
-        return [Running(**entry) for entry in json.loads((state / file).read_text())]
+        return [Running(**entry) for entry in json.loads((state / SERVERS).read_text())]
     except FileNotFoundError as error:
-        raise ConfigError(f"{state} has no {file}: run `start` with this --state first") from error
+        raise ConfigError(f"{state} has no {SERVERS}: run `start` with this --state first") from error
 
 
-def write_running(state: Path, running: Sequence[Running], file: str = SERVERS) -> None:
+def write_running(state: Path, running: Sequence[Running]) -> None:
     """To a temporary name first."""
-    temporary = state / f"{file}.part"
+    temporary = state / f"{SERVERS}.part"
     temporary.write_text(json.dumps([asdict(one) for one in running], indent=1) + "\n")
-    temporary.replace(state / file)
+    temporary.replace(state / SERVERS)
 
 
-def _start_one(name: str, options: argparse.Namespace) -> Running:
-    port = free_port()
-    command = CHECKS[name].command(name, options, port)
-    variables = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    process = launch(command, log_of(options.state, name), variables, options.vllm_path)
-    return Running(name, process.pid, _born(process.pid) or 0, port, time.time(), command)
-
-
-def _quantise(name: str, options: argparse.Namespace) -> None:
-    """`sparkinfer quantize`, unless the form is there. Raises EnvironmentProblem."""
-    check, target = CHECKS[name], checkpoint(options.state, name)
-    assert check.form is not None
-    if (target / "config.json").is_file():
-        return
-    arguments = ["quantize", str(options.models / check.target), str(target), "--format", check.form]
-    result = subprocess.run([sys.executable, "-c", QUANTIZE, *arguments], capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise EnvironmentProblem(f"sparkinfer {' '.join(arguments)} ended with {result.returncode}: {result.stderr}")
-
-
-def _reference(name: str, options: argparse.Namespace) -> Running:
-    """Scores of transformers on the form's 16-bit weights, in the background: they are needed once vLLM is up."""
-    target = _scores(options.state, name)
-    engine = f"transformers:{checkpoint(options.state, name)},form=16bit,device={options.reference_device}"
-    command = [sys.executable, str(ROOT / "eval" / "accuracy.py"), engine, "--record", str(target)]
-    with target.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    return Running(name, process.pid, _born(process.pid) or 0, 0, time.time(), command)
-
-
-def _scores(state: Path, name: str) -> Path:
-    return state / f"{name}-reference.scores"
+def prepare(options: argparse.Namespace) -> int:
+    """Write the quantised forms that are not there yet: `sparkinfer quantize`."""
+    for name in options.only:
+        check, target = CHECKS[name], checkpoint(options.state, name)
+        if check.form is None or (target / "config.json").is_file():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        arguments = ["quantize", str(options.models / check.target), str(target), "--format", check.form]
+        result = subprocess.run([sys.executable, "-c", QUANTIZE, *arguments], check=False)
+        if result.returncode:
+            raise EnvironmentProblem(f"sparkinfer {' '.join(arguments)} ended with {result.returncode}")
+    return 0
 
 
 def start(options: argparse.Namespace) -> int:
-    """Start all servers and return: those with drafters first, the others once their checkpoint is written."""
-    for folder in ("logs", "checkpoints"):
-        (options.state / folder).mkdir(parents=True, exist_ok=True)
+    """Start all servers and return."""
+    log_of(options.state, "").parent.mkdir(parents=True, exist_ok=True)
     if (options.state / SERVERS).exists() and any(s.alive() for s in read_running(options.state)):
         raise ConfigError(f"servers of {options.state} still run: `stop` them first")
-    plain = [name for name in options.only if CHECKS[name].form is None]
-    quantised = [name for name in options.only if CHECKS[name].form]
-    write_running(options.state, [], REFERENCES)
-    running = [_start_one(name, options) for name in plain]
-    write_running(options.state, running)
-    failed = 0
-
-    def quantised_one(name: str) -> Running:
-        _quantise(name, options)
-        return _start_one(name, options)
-
-    with ThreadPoolExecutor(max(1, len(quantised))) as pool:
-        for future in [pool.submit(quantised_one, name) for name in quantised]:
-            try:
-                running.append(future.result())
-            except SparkinferError as error:
-                print(f"vllm_checks.py: {error}", file=sys.stderr)
-                failed += 1
-            write_running(options.state, running)
-    names = [server.name for server in running if CHECKS[server.name].form]
-    recorders = [_reference(name, options) for name in names if not _scores(options.state, name).exists()]
-    write_running(options.state, recorders, REFERENCES)
-    print(f"started {', '.join(server.name for server in running)}")
-    return 3 if failed else 0
+    for name in options.only:
+        if CHECKS[name].form and not (checkpoint(options.state, name) / "config.json").is_file():
+            raise ConfigError(f"{checkpoint(options.state, name)} is no checkpoint: run `prepare` first")
+    path = os.environ.get("PYTHONPATH", "") if options.vllm_path is None else options.vllm_path
+    running: list[Running] = []
+    for name in options.only:
+        port = free_port()
+        command = CHECKS[name].command(name, options, port)
+        process = launch(command, log_of(options.state, name), VARIABLES, os.pathsep.join((str(ONE_CONFIG), path)))
+        running.append(Running(name, process.pid, _born(process.pid) or 0, port, time.time(), command))
+        write_running(options.state, running)
+        print(f"{name}: started, port {port}", flush=True)
+        time.sleep(options.apart)
+    return 0
 
 
 def wait(options: argparse.Namespace) -> int:
@@ -253,24 +227,31 @@ def _measure_acceptance(running: Running, options: argparse.Namespace) -> str:
 
 
 def _measure_accuracy(running: Running, options: argparse.Namespace) -> str:
-    """`eval/accuracy.py` of vLLM against the recorded reference."""
-    path, scores = options.out / f"{running.name}.json", _scores(options.state, running.name)
+    """Record what vLLM says about the held-out set: `judge` compares it later."""
+    path = options.out / f"{running.name}.scores"
     if path.exists():
         return f"{running.name}: in {path} already"
-    deadline = time.monotonic() + options.seconds
-    while not scores.exists():
-        if time.monotonic() > deadline:
-            log = scores.with_suffix(".log").read_text(errors="replace")[-1500:]
-            raise EnvironmentProblem(f"{running.name}: the reference has no scores yet:\n{log}")
-        time.sleep(0.5)
-    command = [
-        sys.executable, str(ROOT / "eval" / "accuracy.py"), running.server.url, f"scores:{scores}",
-        "--model", str(checkpoint(options.state, running.name)), "--json", str(path),
-        "--record", str(options.state / f"{running.name}-vllm.scores"),
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.seconds)
-    kept = [line for line in result.stderr.splitlines() if "accuracy" in line or "Error" in line][-6:]
-    return f"{running.name}: exit code {result.returncode}\n{result.stdout}" + "\n".join(kept)
+    tokenizer = checkpoint(options.state, running.name)
+    command = [ACCURACY, running.server.url, "--tokenizer", str(tokenizer), "--record", str(path)]
+    result = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, timeout=options.seconds
+    )
+    if result.returncode:
+        raise EnvironmentProblem(f"{' '.join(command)} ended with {result.returncode}: {result.stderr[-1000:]}")
+    return f"{running.name}: {result.stdout.strip()}"
+
+
+def judge(options: argparse.Namespace) -> int:
+    """Compare what was recorded with transformers on the 16-bit form of the checkpoint. 0 all agree, 1 one differs."""
+    worst = 0
+    for name, check in CHECKS.items():
+        scores = options.out / f"{name}.scores"
+        if check.form and scores.exists():
+            engine = f"transformers:{checkpoint(options.state, name)},form=16bit,device={options.device}"
+            target = options.out / f"{check.served}-vllm.json"
+            command = [sys.executable, ACCURACY, f"scores:{scores}", engine, "--json", str(target)]
+            worst = max(worst, subprocess.run(command, check=False).returncode)
+    return worst
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -295,14 +276,12 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def stop(options: argparse.Namespace) -> int:
-    """End all servers, and what still records a reference."""
-    for file in (SERVERS, REFERENCES):
-        for one in read_running(options.state, file):
-            # The leader of a group may be gone before its members.
-            if _born(one.pid) in (one.born, None):
-                end_group(one.pid)
-    for file in (SERVERS, REFERENCES):
-        (options.state / file).unlink()
+    """End all servers."""
+    for server in read_running(options.state):
+        # The leader of a group may be gone before its members.
+        if _born(server.pid) in (server.born, None):
+            end_group(server.pid)
+    (options.state / SERVERS).unlink()
     return 0
 
 
@@ -312,22 +291,27 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     found = {}
     for name, text in (
+        ("prepare", "write the quantised forms"),
         ("start", "start all servers and return"),
         ("wait", "wait until all are up: 0 all are, 3 one is dead, 75 not yet"),
         ("measure", "measure those that are up"),
         ("stop", "end all servers"),
+        ("judge", "compare what was recorded with transformers on the 16-bit forms"),
     ):
         found[name] = commands.add_parser(name, help=text)
         found[name].add_argument("--state", type=Path, required=True, help="folder that the commands share")
         found[name].add_argument("--models", type=Path, default=ROOT / "models", help="folder of the reference models")
-    found["start"].add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="NAME")
+    for name in ("prepare", "start"):
+        found[name].add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="NAME")
     found["start"].add_argument("--python", default=sys.executable, help="interpreter that has vLLM")
     found["start"].add_argument("--vllm-path", metavar="PATHS", help="the servers' PYTHONPATH")
     found["start"].add_argument("--vllm-arg", action="append", default=[], metavar="ARG", help="for every server")
-    found["start"].add_argument("--reference-device", default="cuda", help="of transformers (default %(default)s)")
+    found["start"].add_argument("--apart", type=float, default=0.0, help="seconds between two starts")
+    found["judge"].add_argument("--device", default="cpu", help="of transformers (default %(default)s)")
     found["wait"].add_argument("seconds", type=float)
     found["measure"].add_argument("--prompts", type=Path, required=True, help="of `vllm_acceptance.py prompts`")
-    found["measure"].add_argument("--out", type=Path, required=True, help="folder for the results")
+    for name in ("measure", "judge"):
+        found[name].add_argument("--out", type=Path, required=True, help="folder of the results")
     found["measure"].add_argument("--temperatures", type=float, nargs="+", default=list(acceptance.TEMPERATURES))
     found["measure"].add_argument("--seconds", type=float, default=300.0, help="limit (default %(default)s)")
     return top
@@ -338,7 +322,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     options.state = options.state.absolute()
     try:
-        return {"start": start, "wait": wait, "measure": measure, "stop": stop}[options.command](options)
+        commands = {"prepare": prepare, "start": start, "wait": wait, "measure": measure, "stop": stop, "judge": judge}
+        return commands[options.command](options)
     except SparkinferError as error:
         print(f"vllm_checks.py: {error}", file=sys.stderr)
         return error.exit_code

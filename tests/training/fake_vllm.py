@@ -1,6 +1,7 @@
 """Stands in for vLLM's API server: the endpoints that `vllm_acceptance` uses, with counters that add up.
 
-Each answer of n tokens counts as (n - 1) / 4 verifications of 7 drafts with three accepted. `FAKE_VLLM` set to `dead`
+It also has as much of the rest as `eval/accuracy.py` asks for, with answers that mean nothing. Each answer of n tokens
+counts as (n - 1) / 4 verifications of 7 drafts with three accepted. `FAKE_VLLM` set to `dead`
 makes it end at once with an error, `plain` leaves the counters out, `short` answers with one token too few, `mute` says
 nothing of an answer's own acceptance, `busy` counts a verification that belongs to no answer.
 """
@@ -12,7 +13,9 @@ import os
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
+from typing import Any
 
+NAME = sys.argv[sys.argv.index("--served-model-name") + 1]
 MODE = os.environ.get("FAKE_VLLM", "")
 LOCK = Lock()
 steps = 0
@@ -24,14 +27,21 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/metrics":
             self.reply(metrics())
+        elif self.path == "/v1/models":
+            self.reply(json.dumps({"data": [{"id": NAME, "max_model_len": 1152}]}))
+        elif self.path == "/v1/info":
+            self.send_error(404)
         else:
             self.reply(json.dumps({"version": "0.30.0"}))
 
     def do_POST(self) -> None:
         global steps
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert body["ignore_eos"]
         assert isinstance(body["prompt"], list)
+        if "prompt_logprobs" in body or "logprobs" in body:
+            self.reply(json.dumps({"choices": [scored(body)]}))
+            return
+        assert body["ignore_eos"]
         verifications = (body["max_tokens"] - 1) // 4
         with LOCK:
             steps += verifications + (MODE == "busy")
@@ -47,6 +57,14 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, *_: object) -> None: ...
+
+
+def scored(body: dict[str, Any]) -> dict[str, object]:
+    """Every token has the same log-probability."""
+    count = body["max_tokens"]
+    rows = [None, *({str(token): {"logprob": -1.0}} for token in body["prompt"][1:])]
+    top = [{"token_id:7": -0.5} for _ in range(count)]
+    return {"prompt_logprobs": rows, "logprobs": {"tokens": ["token_id:7"] * count, "top_logprobs": top}}
 
 
 def metrics() -> str:
@@ -69,9 +87,10 @@ def metrics() -> str:
 def main() -> None:
     arguments = sys.argv[1:]
     assert arguments[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
-    speculative = json.loads(arguments[arguments.index("--speculative-config") + 1])
-    assert speculative["method"] == "dflash"
-    assert arguments[arguments.index("--per-request-spec-decode-metrics") + 1] == "summary"
+    if "--speculative-config" in arguments:
+        speculative = json.loads(arguments[arguments.index("--speculative-config") + 1])
+        assert speculative["method"] == "dflash"
+        assert arguments[arguments.index("--per-request-spec-decode-metrics") + 1] == "summary"
     if MODE == "dead":
         sys.exit("ValueError: no such drafter")
     port = int(arguments[arguments.index("--port") + 1])

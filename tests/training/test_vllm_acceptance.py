@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from sparkinfer_eval.accuracy.scores import read_scores
 from sparkinfer_models import vllm_acceptance, vllm_checks
 from sparkinfer_models.acceptance_table import difference
 from sparkinfer_models.checkpoint import load_network
@@ -163,6 +166,46 @@ def test_measurements_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "tokens is 9 in one and 10" in capsys.readouterr().err
     (tmp_path / "same").write_text("{}")
     assert main(["compare", first, same]) == 2
+
+
+def test_a_quantised_form_is_recorded(
+    tmp_path: Path, python: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, out = ["--state", str(tmp_path / "state")], tmp_path / "out"
+    only = ["--only", "dense-fp8"]
+    assert vllm_checks.main(["start", *state, *only, "--python", str(python)]) == 2
+    assert "run `prepare` first" in capsys.readouterr().err
+    assert vllm_checks.main(["prepare", *state, *only]) == 0
+    assert vllm_checks.main(["start", *state, *only, "--python", str(python)]) == 0
+    try:
+        assert vllm_checks.main(["wait", *state, "30"]) == 0
+        (server,) = vllm_checks.read_running(tmp_path / "state")
+        measure = ["measure", *state, "--prompts", str(prompts), "--out", str(out)]
+        assert vllm_checks.main(measure) == 0
+        assert vllm_checks.main(measure) == 0
+    finally:
+        assert vllm_checks.main(["stop", *state]) == 0
+    assert server.command[-2:] == ["--linear-backend", "marlin"]
+    assert "dense-fp8: in " in capsys.readouterr().out
+    task, scores = read_scores(out / "dense-fp8.scores")
+    assert len(scores.windows) == len(task.windows)
+    assert scores.engine["model"] == "spark-tiny-dense-fp8"
+    assert scores.engine["machine"]["cpus_usable"] > 0
+
+
+def test_one_configuration_of_an_autotuned_kernel() -> None:
+    code = """
+from triton import Config
+from triton.runtime.autotuner import Autotuner
+configs = [Config({"B": b}, num_warps=w) for b in (16, 32) for w in (2, 4)]
+print(len(Autotuner(lambda x, n, B: None, ["x", "n", "B"], configs, ["n"], None, None).configs))
+"""
+    for path, count in (("", "4"), (str(vllm_checks.ONE_CONFIG), "1")):
+        environment = {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+        )
+        assert done.stdout.strip() == count, done.stderr
 
 
 def test_phases_of_several_servers(

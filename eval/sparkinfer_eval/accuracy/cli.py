@@ -13,7 +13,7 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ CHECK = "accuracy"
 CONTEXT = 1024
 ANSWER_TOKENS = 64
 ROOT = Path(__file__).resolve().parents[3]
+UNPRINTED = ("kind", "engine_digest", "machine")
+"""Facts of an engine that only the JSON has."""
 UNKNOWN = 1e9
 """Stands in the JSON for a distance that is not known because a token is not among the alternatives."""
 
@@ -110,7 +112,7 @@ def summary(a: Scores, b: Scores, found: Figures) -> str:
     """What was compared, and the figures that are not judged."""
     lines = []
     for letter, scores, loss in (("A", a, found.loss_a), ("B", b, found.loss_b)):
-        about = ", ".join(f"{k} {v}" for k, v in scores.engine.items() if k not in ("kind", "engine_digest"))
+        about = ", ".join(f"{k} {v}" for k, v in scores.engine.items() if k not in UNPRINTED)
         perplexity = "not reported for every token" if loss is None else f"{math.exp(loss):.4f}"
         lines.append(f"{letter}: {scores.engine['kind']} ({about}); {scores.method}; perplexity {perplexity}")
     lines.append(
@@ -188,7 +190,8 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
         task = _task(options, engines, folder)
         a, *others = [engine.score(task) for engine in engines]
     if options.record is not None:
-        write_scores(options.record, task, a)
+        # Where it was recorded: the comparison may be made elsewhere.
+        write_scores(options.record, task, replace(a, engine={**a.engine, "machine": machine_facts()}))
     if not others:
         print(
             f"{CHECK}: scores of {len(task.windows)} windows and {len(task.prompts)} answers kept in {options.record}"

@@ -77,15 +77,26 @@ def _any(documents: dict[str, dict[str, Any]]) -> Figures:
     return max(found, key=lambda figures: len(rows(figures, Limits())))
 
 
+def place(machine: dict[str, Any]) -> str:
+    """A machine in a few words."""
+    gpus = [gpu["name"] for gpu in machine.get("gpus") or []]
+    return ", ".join([f"{machine['cpu_model']}, {machine['cpus_usable']} CPUs", *gpus])
+
+
+def scored(letter: str, engine: dict[str, Any]) -> str:
+    """How an engine was asked, and where, if its scores were recorded."""
+    elsewhere = f" on {place(engine['machine'])}" if "machine" in engine else ""
+    return f"{letter.upper()} scored by {engine['method']}{elsewhere}"
+
+
 def provenance(name: str, document: dict[str, Any]) -> str:
     """How one record came about."""
     machine, source, limits = document["machine"], document["source"], Limits()
     changed = {row["name"]: row["limit"] for row in document["rows"]}
     usual = {limits.top1, limits.top1_plain, limits.kl, limits.loss, limits.beyond, limits.parted}
     other = "" if set(changed.values()) <= usual else f"; limits {changed}"
-    versions = ", ".join(f"{letter.upper()} scored by {document['engines'][letter]['method']}" for letter in ("a", "b"))
-    gpus = [gpu["name"] for gpu in machine.get("gpus") or []]
-    where = ", ".join([f"{machine['cpu_model']}, {machine['cpus_usable']} CPUs", *gpus])
+    versions = ", ".join(scored(letter, document["engines"][letter]) for letter in ("a", "b"))
+    where = place(machine)
     commit = (source.get("commit") or "unknown")[:12] + (" with changes" if source.get("dirty") else "")
     return (
         f"- [{name}]({name}): {document['date']}, {where}, commit {commit}; {versions}{other}\n"
