@@ -43,8 +43,7 @@ class Settings:
         "has prefill passes of its own. Larger gives earlier first tokens and longer steps.",
         where="scheduler",
         low=0,
-        auto="1024 (on a GPU what fills the last tile of rows beside the decoding requests, 1088 for 32 of them); 4096 "
-        "on a MoE model, whose experts want more rows to be worth reading",
+        auto="1024; 4096 on a MoE model, whose experts want more rows to be worth reading",
     )
     mixed_max_prompts: int = _setting(8, "Prompts that one mixed step carries, oldest first.", where="scheduler", low=1)
     mixed_min_requests: int | None = _setting(

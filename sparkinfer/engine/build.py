@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from sparkinfer.engine.build_gpu import fill_tiles, gpu_limits, gpu_memory, gpu_options, load_on_gpu
+from sparkinfer.engine.build_gpu import gpu_limits, gpu_memory, gpu_options, load_on_gpu
 from sparkinfer.engine.core import EngineCore, OverlapRunner
 from sparkinfer.engine.ipc import EngineOptions
 from sparkinfer.engine.process import Engine
@@ -124,16 +124,13 @@ def _host_blocks(settings: Settings, memory: MemoryPlan) -> int:
     return count
 
 
-def mixed_chunk(settings: Settings, config: ModelConfig, device: str) -> int:
+def mixed_chunk(settings: Settings, config: ModelConfig) -> int:
     """Prompt tokens of a mixed step."""
     if settings.deterministic:
         return 0
     if settings.mixed_chunk is not None:
         return settings.mixed_chunk
-    if config.num_experts:
-        return MIXED_CHUNK_MOE
-    on_gpu = torch.device(device).type == "cuda"
-    return fill_tiles(MIXED_CHUNK_DENSE, settings.max_num_seqs) if on_gpu else MIXED_CHUNK_DENSE
+    return MIXED_CHUNK_MOE if config.num_experts else MIXED_CHUNK_DENSE
 
 
 def scheduler_config(
@@ -146,7 +143,7 @@ def scheduler_config(
         num_kv_blocks=sizes.num_kv_blocks,
         max_model_len=sizes.max_model_len,
         prefill_chunk=settings.prefill_chunk,
-        mixed_chunk=mixed_chunk(settings, config, device),
+        mixed_chunk=mixed_chunk(settings, config),
         mixed_max_prompts=settings.mixed_max_prompts,
         mixed_min_requests=_by_device(settings.mixed_min_requests, MIXED_MIN_REQUESTS, device),
         own_pass_tokens=settings.own_pass_tokens,
@@ -228,7 +225,7 @@ def _build_on_cpu(options: EngineOptions, config: ModelConfig, device: str) -> t
 def _build_on_gpu(options: EngineOptions, config: ModelConfig, device: str) -> tuple[GpuRunner, SchedulerConfig]:
     settings, folder = options.settings, Path(options.model)
     memory = gpu_memory(settings, config)
-    limits = gpu_limits(settings, mixed_chunk(settings, config, device))
+    limits = gpu_limits(settings, mixed_chunk(settings, config))
     model = load_on_gpu(options, config, device, limits, gpu_options(settings))
     budget = gpu_budget(config, memory, limits, _snapshots(settings, memory), *torch.cuda.mem_get_info(model.device))
     log.info("device memory, %s", budget.describe())

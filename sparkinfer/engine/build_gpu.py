@@ -17,16 +17,6 @@ from sparkinfer.settings import Settings
 
 DEFAULTS = SchedulerConfig(max_num_seqs=1, num_kv_blocks=1, max_model_len=2)
 
-TILE_ROWS = 128
-"""Rows of a pass that a large product computes together: the last, half empty tile takes as long as a full one."""
-
-
-def fill_tiles(chunk: int, max_num_seqs: int) -> int:
-    """Prompt tokens of a mixed pass: at least `chunk`, and what else fits into the tiles that these and the decode rows
-    begin. A prompt of `chunk` tokens beside decode rows thus takes the first tokens of the next prompt along."""
-    rows = -(-(chunk + max_num_seqs) // TILE_ROWS) * TILE_ROWS
-    return max(chunk, (rows - max_num_seqs) // DEFAULTS.chunk_align * DEFAULTS.chunk_align)
-
 
 def gpu_options(settings: Settings) -> GpuOptions:
     """Where speed may cost accuracy."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from sparkinfer.engine.build_gpu import TILE_ROWS, fill_tiles
 from sparkinfer.runner.gpu_sizes import PassLimits, PassShape
 
 LIMITS = PassLimits(max_num_seqs=32, prefill_chunk=8192, mixed_chunk=1024, mixed_max_prompts=8, pack_max_prompts=64)
@@ -50,9 +49,3 @@ def test_a_pass_beyond_the_limits_is_refused_with_the_numbers() -> None:
         LIMITS.shape_for(33, 0, 0)
     with pytest.raises(ValueError, match="9 prompts"):
         LIMITS.shape_for(1, 100, 9)
-
-
-@pytest.mark.parametrize(("requests", "tokens"), [(1, 1088), (32, 1088), (64, 1088), (65, 1024), (256, 1024)])
-def test_a_mixed_pass_fills_the_tiles_it_begins(requests: int, tokens: int) -> None:
-    assert fill_tiles(1024, requests) == tokens
-    assert -(-(tokens + requests) // TILE_ROWS) == -(-(1024 + requests) // TILE_ROWS)
