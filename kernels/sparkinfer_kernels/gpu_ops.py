@@ -25,7 +25,7 @@ class GpuOps:
     embed_rms_norm: Op
     add_rms_norm: Op
     swiglu: Op
-    quantize_rows: Op
+    quantise_rows: Op
     # rotary
     qk_norm_rotary_write: Op
     gate_view: Op
@@ -83,7 +83,7 @@ def triton_ops() -> GpuOps:
         embed_rms_norm=norm.embed_rms_norm,
         add_rms_norm=norm.add_rms_norm,
         swiglu=norm.swiglu,
-        quantize_rows=norm.quantize_rows,
+        quantise_rows=norm.quantise_rows,
         qk_norm_rotary_write=rotary.qk_norm_rotary_write,
         gate_view=rotary.gate_view,
         make_attention_workspace=attention.make_workspace,

@@ -69,7 +69,7 @@ class Projection:
             return Rows(x, None)
         values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=self.device)
         fp8 = values, torch.empty(x.shape[0], dtype=torch.float32, device=self.device)
-        self.ops.quantize_rows(x, fp8)
+        self.ops.quantise_rows(x, *fp8)
         return Rows(x, fp8)
 
     def __call__(self, rows: Rows, out: torch.Tensor | None = None) -> torch.Tensor:

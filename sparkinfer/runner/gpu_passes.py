@@ -56,6 +56,7 @@ class Passes:
         requests = max(shape.decode + shape.sequences for shape in shapes)
         self._block_table = torch.zeros(requests, table.shape[1], dtype=torch.int32, device=device)
         self._inputs: dict[PassShape, PassInputs] = {}
+        self._attention: Any = None
         self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -98,8 +99,9 @@ class Passes:
             attention = self.model.ops.make_attention_workspace(
                 shape.decode, shape.tokens, shape.sequences, config.num_heads, config.num_kv_heads, config.head_dim,
                 self.model.device, fp8_cache=self.model.options.fp8_kv,
-                independent=self.builder.limits.deterministic,
+                independent=self.builder.limits.deterministic, share=self._attention,
             )  # fmt: skip
+            self._attention = attention
         return PassInputs(
             num_decode=shape.decode,
             tokens=fields["tokens"],

@@ -42,7 +42,7 @@ def rows() -> None:
         norm.add_rms_norm(x, residual, weight, 1e-6, out=torch.empty_like(x), fp8=fp8)
         norm.rms_norm(x, weight, 1e-6)
         norm.embed_rms_norm(ints([count - 1] * count), x, weight, 1e-6, residual)
-        norm.quantize_rows(x, fp8)
+        norm.quantise_rows(x, *fp8)
         norm.swiglu(rand(count, 2 * d), fp8=fp8)
     for (heads, kv), count, kind in itertools.product(
         ((24, 4), (16, 2), (2, 1)), (1, 5, 131), (torch.bfloat16, torch.float8_e4m3fn)
@@ -59,6 +59,7 @@ def rows() -> None:
 def attention() -> None:
     """Plan, decode with its combination, prefill, for ragged lengths."""
     from sparkinfer_kernels.attention import gpu
+    from sparkinfer_kernels.attention.configs import PREFILL
     from test_attention_gpu import LENGTHS, SPANS, Pool, queries
 
     for (heads, kv), fp8 in itertools.product(((24, 4), (16, 2), (2, 1)), (False, True)):
@@ -76,13 +77,16 @@ def attention() -> None:
         spans = [*SPANS, (300, 40)]
         pool, total = Pool([a + b for a, b in spans], kv, fp8), sum(b for _, b in spans)
         q, gate = queries(total + 9, heads, kv)
-        work = gpu.make_workspace(0, total + 9, len(spans) + 1, heads, kv, 256, DEVICE)
         ends = ints([0, *itertools.accumulate(b for _, b in spans)])
         starts = ints([a for a, _ in spans])
-        gpu.plan(work, cu_seqlens=ends, starts=starts)
-        gpu.attention_prefill(
-            q, gate, *pool.kv, pool.table, ends, starts, 0.06, work, torch.empty_like(q), pool.scales
-        )  # fmt: skip
+        for config, independent in itertools.product((PREFILL[90], replace(PREFILL[90], wgmma=False)), (False, True)):
+            work = gpu.make_workspace(
+                0, total + 9, len(spans) + 1, heads, kv, 256, DEVICE, prefill_config=config, independent=independent
+            )
+            gpu.plan(work, cu_seqlens=ends, starts=starts)
+            gpu.attention_prefill(
+                q, gate, *pool.kv, pool.table, ends, starts, 0.06, work, torch.empty_like(q), pool.scales
+            )  # fmt: skip
 
 
 def gdn() -> None:
@@ -115,7 +119,7 @@ def scan() -> None:
     pairs = [tuple(map(int, only.split(",")))] if only else [*itertools.product((16, 32, 64, 128), (2, 3))]
     for columns, stages in pairs:
         shipped = tuning_for(DEVICE)
-        tuning = replace(shipped, scan=replace(shipped.scan, block=columns, num_stages=stages))
+        tuning = replace(shipped, scan=replace(shipped.scan, block=columns, narrow=0, num_stages=stages))
         prefill(make_layer(2, 6, 7, 1, "cuda"), RAGGED[0], MARKS[0], check=False, tuning=tuning)
         print("scan", columns, stages, flush=True)
 

@@ -33,7 +33,7 @@ def swiglu(arch, inner, rows):
     strides = ("x_stride", "out_stride", "fp8_stride")
     signature = {"x_ptr": "*bf16", "out_ptr": "*bf16", "fp8_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "inner": "i32"}
     signature |= dict.fromkeys(strides, "i32")
-    constexprs = {"GLU": True, "OUT": True, "FP8": True, "A": first, "B": rest, "PDL": True}
+    constexprs = {"OUT": True, "FP8": True, "A": first, "B": rest, "PDL": True}
     return KernelBuild(
         KERNELS + "swiglu_kernel",
         signature,
@@ -45,9 +45,18 @@ def swiglu(arch, inner, rows):
     )
 
 
+def quantise(arch, d, rows):
+    first, rest = _blocks(d)
+    signature = {"x_ptr": "*bf16", "fp8_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_stride": "i32", "d": "i32"}
+    constexprs = {"A": first, "B": rest, "PDL": True}
+    kernel, divisible = KERNELS + "quantise_kernel", ("x_stride", "d")
+    return KernelBuild(kernel, signature, constexprs, arch, _warps(d, rows), divisible=divisible, sass=True)
+
+
 @pytest.mark.parametrize("arch", [90, 120])
 def test_row_kernels(arch):
     builds = [norm(arch, 5120, 8192), norm(arch, 2048, 1, "*fp32"), swiglu(arch, 17408, 8192), swiglu(arch, 512, 1)]
+    builds += [quantise(arch, 6144, 8192), quantise(arch, 4096, 65)]
     for used in compile_kernels(builds):
         used.check(shared=SHARED_LIMIT[arch], spills=0)
         assert used.count("LDG.E.128"), f"{used.build.constexprs}: no 16-byte loads in {used.opcodes}"

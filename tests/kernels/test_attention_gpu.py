@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreter_fixes import fix_interpreter
 from sparkinfer_kernels.attention import gpu as attention
-from sparkinfer_kernels.attention.configs import DECODE, PREFILL, TileConfig
+from sparkinfer_kernels.attention import workspace
+from sparkinfer_kernels.attention.configs import DECODE, DECODE_MANY, PREFILL, TileConfig
 from sparkinfer_kernels.rotary.gpu import gate_view, value_view
 
 fix_interpreter()
@@ -70,7 +73,7 @@ def relative(got, expected):
         *(
             pytest.param(heads, kv, config, fp8, marks=pytest.mark.gpu)
             for heads, kv in ((24, 4), (16, 2))
-            for config in (DECODE[90], DECODE[120])
+            for config in (DECODE[90], DECODE_MANY[90], DECODE[120])
             for fp8 in (False, True)
         ),
     ],
@@ -131,12 +134,12 @@ def test_plan_may_be_reused_for_shorter_steps():
     work = attention.make_workspace(4, 64, 2, 2, 1, D, DEVICE, prefill_config=TileConfig(16, 4, 2, rows=16))
     both = torch.tensor([900, 900, 900, 900], dtype=torch.int32, device=DEVICE), torch.tensor([0, 40, 64])
     attention.plan(work, both[0], both[1].to(DEVICE, torch.int32), torch.zeros(2, dtype=torch.int32, device=DEVICE))
-    first = (work.decode_items[:, 0] >= 0).sum().item(), (work.prefill_tiles[:, 0] >= 0).sum().item()
+    first = (work.decode_items[:, 0] >= 0).sum().item(), (work.prefill_items[:, 0] >= 0).sum().item()
     short = torch.zeros(4, dtype=torch.int32, device=DEVICE), torch.tensor([0, 3, 3], device=DEVICE)
     attention.plan(work, short[0], short[1].int(), torch.zeros(2, dtype=torch.int32, device=DEVICE))
-    second = (work.decode_items[:, 0] >= 0).sum().item(), (work.prefill_tiles[:, 0] >= 0).sum().item()
+    second = (work.decode_items[:, 0] >= 0).sum().item(), (work.prefill_items[:, 0] >= 0).sum().item()
     assert first[0] > 4
-    assert first[1] == 5
+    assert first[1] == 8
     assert second == (4, 1)
 
 
@@ -149,7 +152,7 @@ def test_plan_may_be_reused_for_shorter_steps():
         *(
             pytest.param(heads, kv, config, fp8, marks=pytest.mark.gpu)
             for heads, kv in ((24, 4), (16, 2), (2, 1))
-            for config in (PREFILL[90], PREFILL[120])
+            for config in (PREFILL[90], replace(PREFILL[90], wgmma=False), PREFILL[120])
             for fp8 in (False, True)
         ),
     ],
@@ -171,6 +174,67 @@ def test_prefill(heads, kv_heads, config, fp8):
             mine = slice(int(ends[row]), int(ends[row + 1]))
             expected = oracle(q[mine], gate[mine], *pool.tokens(row, start + new), start)
             assert relative(out[mine], expected) < 6e-3
+
+
+LONG = [(700, 3), (0, 0), (0, 5), (1268, 40), (5000, 1)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "config"),
+    [
+        (2, TileConfig(32, 4, 2, rows=16)),
+        (6, TileConfig(32, 4, 2, rows=16)),
+        *(
+            pytest.param(heads, config, marks=pytest.mark.gpu)
+            for heads in (2, 6, 8)
+            for config in (PREFILL[90], replace(PREFILL[90], wgmma=False), PREFILL[120])
+        ),
+    ],
+)
+def test_contexts_of_few_tiles_are_cut(heads, config, monkeypatch):
+    """A few new tokens on long prefixes: every token of a tile's context is in one item, and parts are put together."""
+    monkeypatch.setattr(workspace, "MIN_SPAN", 64)
+    spans, rows = LONG[: 5 if torch.cuda.is_available() else 4], config.rows
+    pool = Pool([start + new for start, new in spans], 1)
+    total = sum(new for _, new in spans)
+    q, gate = queries(total, heads, 1)
+    ends = torch.tensor([0] + [new for _, new in spans]).cumsum(0).to(DEVICE, torch.int32)
+    starts = torch.tensor([start for start, _ in spans], dtype=torch.int32, device=DEVICE)
+    work = attention.make_workspace(0, 60, len(spans), heads, 1, D, DEVICE, prefill_config=config)
+    attention.plan(work, cu_seqlens=ends, starts=starts)
+    listed, covered = work.prefill_items.tolist(), {}
+    for sequence, tile, first, count in work.prefill_spans.tolist():
+        if sequence < 0:
+            continue
+        parts = listed[first : first + count]
+        assert all(part[:2] == [sequence, tile] for part in parts)
+        assert [begin for _, _, begin, _ in parts] == [0, *(end for *_, end in parts[:-1])]
+        covered[sequence, tile] = parts[-1][3], count
+    for sequence, (start, new) in enumerate(spans):
+        for tile in range(-(-new * heads // rows)):
+            last = min((tile * rows + rows - 1) // heads + 1, new)
+            assert covered.pop((sequence, tile))[0] == start + last
+    assert not covered
+    assert len([item for item in listed if item[0] >= 0]) > 2 * len(work.prefill_spans)
+    out = torch.full((total, heads, D), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+    k_cache, v_cache = pool.kv
+    attention.attention_prefill(q, gate, k_cache, v_cache, pool.table, ends, starts, D**-0.5, work, out)
+    for row, (start, new) in enumerate(spans):
+        if new:
+            mine = slice(int(ends[row]), int(ends[row + 1]))
+            expected = oracle(q[mine], gate[mine], *pool.tokens(row, start + new), start)
+            assert relative(out[mine], expected) < 6e-3
+
+
+def test_workspaces_share_partial_results():
+    large = attention.make_workspace(8, 64, 2, 6, 1, D, DEVICE)
+    small = attention.make_workspace(4, 32, 2, 6, 1, D, DEVICE, share=large)
+    assert small.partial.data_ptr() == large.partial.data_ptr()
+    larger = attention.make_workspace(2000, 0, 0, 6, 1, D, DEVICE, share=small)
+    assert larger.partial.numel() > small.partial.numel()
+    assert large.spans
+    assert not attention.make_workspace(8, 6000, 2, 6, 1, D, DEVICE).spans
+    assert not attention.make_workspace(8, 64, 2, 6, 1, D, DEVICE, independent=True).spans
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "count"), [(4, 2, 33), (2, 1, 1)])

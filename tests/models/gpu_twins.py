@@ -242,7 +242,7 @@ def twin_ops() -> GpuOps:
         embed_rms_norm=embed_rms_norm,
         add_rms_norm=add_rms_norm,
         swiglu=swiglu,
-        quantize_rows=_nothing,
+        quantise_rows=_nothing,
         qk_norm_rotary_write=qk_norm_rotary_write,
         gate_view=gate_view,
         make_attention_workspace=_nothing,

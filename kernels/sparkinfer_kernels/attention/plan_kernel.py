@@ -63,20 +63,98 @@ def plan_decode_kernel(
 
 
 @triton.jit
-def plan_prefill_kernel(
-    cu_seqlens_ptr, tiles_ptr, n, max_tiles, SEQUENCES: tl.constexpr, TILES: tl.constexpr, M: tl.constexpr
-):
-    """List the query tiles of all sequences, tiles with the longest context first within a sequence."""
+def _tiles_of(cu_seqlens_ptr, starts_ptr, place, n, SEQUENCES: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr):
+    """The query tile at each `place` of the list: (sequence or -1, tile within it, its context's tokens).
+
+    A tile is M rows of one key head: its GROUP query heads of one token, then those of the next. Within a sequence the
+    tiles with the longest context come first.
+    """
     sequence = tl.arange(0, SEQUENCES)
     live = sequence < n
     first = tl.load(cu_seqlens_ptr + sequence, mask=live, other=0)
     length = tl.load(cu_seqlens_ptr + sequence + 1, mask=live, other=0) - first
-    tiles = (length + M - 1) // M
-    end = tl.cumsum(tiles, axis=0)
-    for number in range(0, tl.max(tiles)):
-        place = tiles_ptr + 2 * (end - 1 - number)
-        mask = number < tiles
-        tl.store(place, sequence, mask=mask)
-        tl.store(place + 1, number, mask=mask)
-    slot = tl.arange(0, TILES)
-    tl.store(tiles_ptr + 2 * slot, -1, mask=(slot >= tl.sum(tiles)) & (slot < max_tiles))
+    start = tl.load(starts_ptr + sequence, mask=live, other=0)
+    end = tl.cumsum((length * GROUP + M - 1) // M, axis=0)
+    begin = end - (length * GROUP + M - 1) // M
+    mine = (place[:, None] >= begin[None, :]) & (place[:, None] < end[None, :])
+    owner = tl.sum(tl.where(mine, sequence[None, :], 0), axis=1)
+    tile = tl.sum(tl.where(mine, end[None, :] - 1 - place[:, None], 0), axis=1)
+    new = tl.sum(tl.where(mine, length[None, :], 0), axis=1)
+    cached = tl.sum(tl.where(mine, start[None, :], 0), axis=1)
+    used = place < tl.max(end)
+    context = tl.where(used, cached + tl.minimum((tile * M + M - 1) // GROUP + 1, new), 0)
+    return tl.where(used, owner, -1), tile, context
+
+
+@triton.jit
+def plan_tiles_kernel(
+    cu_seqlens_ptr,
+    starts_ptr,
+    items_ptr,
+    n,
+    max_items,
+    TILES: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    M: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """List the query tiles of all sequences with their whole contexts, TILES of them a program."""
+    place = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    owner, tile, context = _tiles_of(cu_seqlens_ptr, starts_ptr, place, n, SEQUENCES, M, GROUP)
+    item, live = items_ptr + 4 * place, place < max_items
+    tl.store(item, owner, mask=live)
+    tl.store(item + 1, tile, mask=live)
+    tl.store(item + 2, 0, mask=live)
+    tl.store(item + 3, context, mask=live)
+
+
+@triton.jit
+def plan_spans_kernel(
+    cu_seqlens_ptr,
+    starts_ptr,
+    items_ptr,
+    spans_ptr,
+    n,
+    max_tiles,
+    max_items,
+    one_wave,
+    TILES: tl.constexpr,
+    ITEMS: tl.constexpr,
+    N: tl.constexpr,
+    MIN_SPAN: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    M: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Cut the contexts of few query tiles into up to `one_wave` items of nearly equal length, which all run at a time.
+
+    Candidates of the length grow by eighths; the shortest that gives few enough items wins. A tile of one item is
+    finished by it; so is each tile where they are more than half of `one_wave`: a second wave costs more than it saves.
+    """
+    place = tl.arange(0, TILES)
+    owner, tile, context = _tiles_of(cu_seqlens_ptr, starts_ptr, place, n, SEQUENCES, M, GROUP)
+    tiles = tl.sum((owner >= 0).to(tl.int32))
+    base = (tl.sum(context) + one_wave - 1) // one_wave
+    span = tl.maximum((base * (8 + tl.arange(0, 32)) + 7) // 8, MIN_SPAN)
+    span = (span + N - 1) // N * N
+    count = tl.sum((context[:, None] + span[None, :] - 1) // span[None, :], axis=0)
+    longest = tl.maximum(tl.max(context), N)
+    chosen = tl.min(tl.where((count <= one_wave) & (2 * tiles <= one_wave), span, longest))
+    pieces = (context + chosen - 1) // chosen
+    share = (context + tl.maximum(pieces, 1) - 1) // tl.maximum(pieces, 1)
+    share = tl.maximum((share + N - 1) // N * N, N)
+    pieces = (context + share - 1) // share
+    first = tl.cumsum(pieces, axis=0) - pieces
+    row, live = spans_ptr + 4 * place, place < max_tiles
+    tl.store(row, owner, mask=live)
+    tl.store(row + 1, tile, mask=live)
+    tl.store(row + 2, first, mask=live)
+    tl.store(row + 3, pieces, mask=live)
+    for number in range(0, tl.max(pieces)):
+        item, has = items_ptr + 4 * (first + number), number < pieces
+        tl.store(item, owner, mask=has)
+        tl.store(item + 1, tile, mask=has)
+        tl.store(item + 2, number * share, mask=has)
+        tl.store(item + 3, tl.minimum((number + 1) * share, context), mask=has)
+    slot = tl.arange(0, ITEMS)
+    tl.store(items_ptr + 4 * slot, -1, mask=(slot >= tl.sum(pieces)) & (slot < max_items))

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from sparkinfer_kernels.programmatic import PDL
-from sparkinfer_kernels.rms_norm.kernels import norm_kernel, swiglu_kernel
+from sparkinfer_kernels.rms_norm.kernels import norm_kernel, quantise_kernel, swiglu_kernel
 
 FP8_MAX = 448.0
 """Largest finite e4m3 value."""
@@ -194,43 +194,19 @@ def swiglu(
     _check_row("gate_up", gate_up, 2 * inner)
     if out is None and fp8 is None:
         out = torch.empty(count, inner, dtype=gate_up.dtype, device=gate_up.device)
-    _launch_rows(gate_up, out, fp8, inner, glu=True)
-    return out
-
-
-def quantize_rows(x: torch.Tensor, fp8: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """FP8 copy of each row with its own scale, for inputs that no other kernel quantises.
-
-    Args:
-        x: [T, d] bf16, rows may be strided.
-        fp8: (values [T, d] float8_e4m3fn, row scales [T] fp32), written.
-    """
-    _check_row("input", x, x.shape[1])
-    _launch_rows(x, None, fp8, x.shape[1], glu=False)
-
-
-def _launch_rows(
-    x: torch.Tensor,
-    out: torch.Tensor | None,
-    fp8: tuple[torch.Tensor, torch.Tensor] | None,
-    inner: int,
-    glu: bool,
-) -> None:
-    count = x.shape[0]
     if count == 0:
-        return
+        return out
     x_fp8, scale = fp8 if fp8 is not None else (None, None)
     block_a, block_b = _blocks(inner)
     swiglu_kernel[(count,)](
-        x,
+        gate_up,
         out,
         x_fp8,
         scale,
-        x.stride(0),
+        gate_up.stride(0),
         0 if out is None else out.stride(0),
         0 if x_fp8 is None else x_fp8.stride(0),
         inner,
-        GLU=glu,
         OUT=out is not None,
         FP8=fp8 is not None,
         A=block_a,
@@ -239,3 +215,28 @@ def _launch_rows(
         launch_pdl=PDL,
         num_warps=_warps(inner, count),
     )
+    return out
+
+
+def quantise_rows(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """FP8 copy of each row with its own scale, for inputs that no other kernel quantises.
+
+    Args:
+        x: [T, d] bf16, rows may be strided.
+        values: [T, d] float8_e4m3fn contiguous, written.
+        scales: [T] fp32, written.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    m, d = x.shape
+    _check_row("input", x, d)
+    if values.shape != (m, d) or values.dtype != torch.float8_e4m3fn or scales.shape != (m,):
+        raise ValueError(f"values must be e4m3 {(m, d)} and scales fp32 {(m,)}, got {values.dtype} {values.shape}")
+    if not values.is_contiguous():
+        raise ValueError(f"values must be contiguous, their strides are {values.stride()}")
+    if m:
+        block_a, block_b = _blocks(d)
+        quantise_kernel[(m,)](
+            x, values, scales, x.stride(0), d, A=block_a, B=block_b, PDL=PDL, launch_pdl=PDL, num_warps=_warps(d, m)
+        )

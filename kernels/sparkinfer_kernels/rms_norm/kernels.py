@@ -97,13 +97,11 @@ def norm_kernel(
 
 
 @triton.jit
-def _glu(x_ptr, x_row, inner, offsets, mask, GLU: tl.constexpr):
+def _glu(x_ptr, x_row, inner, offsets, mask):
     x = tl.load(x_ptr + x_row + offsets, mask=mask, other=0.0).to(tl.float32)
-    if GLU:
-        up = tl.load(x_ptr + x_row + inner + offsets, mask=mask, other=0.0).to(tl.float32)
-        # The reference rounds silu(gate) and its product with up to the activations' dtype.
-        x = (x * tl.sigmoid(x)).to(x_ptr.dtype.element_ty).to(tl.float32) * up
-    return x
+    up = tl.load(x_ptr + x_row + inner + offsets, mask=mask, other=0.0).to(tl.float32)
+    # The reference rounds silu(gate) and its product with up to the activations' dtype.
+    return (x * tl.sigmoid(x)).to(x_ptr.dtype.element_ty).to(tl.float32) * up
 
 
 @triton.jit
@@ -116,22 +114,21 @@ def swiglu_kernel(
     out_stride,
     fp8_stride,
     inner,
-    GLU: tl.constexpr,
     OUT: tl.constexpr,
     FP8: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of silu(gate) * up (GLU) or of the input itself, as bf16 and, or, FP8."""
+    """One row of silu(gate) * up as bf16 and, or, FP8."""
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     x_row = row * x_stride
     a = tl.arange(0, A)
-    ya = _glu(x_ptr, x_row, inner, a, a < inner, GLU)
+    ya = _glu(x_ptr, x_row, inner, a, a < inner)
     if B:
         b = A + tl.arange(0, B)
-        yb = _glu(x_ptr, x_row, inner, b, b < inner, GLU)
+        yb = _glu(x_ptr, x_row, inner, b, b < inner)
     factor = 1.0
     if FP8:
         amax = tl.max(tl.abs(ya))
@@ -142,3 +139,23 @@ def swiglu_kernel(
     _store_row(ya, a, a < inner, factor, out_ptr, row * out_stride, fp8_ptr, row * fp8_stride, OUT, FP8)
     if B:
         _store_row(yb, b, b < inner, factor, out_ptr, row * out_stride, fp8_ptr, row * fp8_stride, OUT, FP8)
+
+
+@triton.jit
+def quantise_kernel(x_ptr, fp8_ptr, scale_ptr, x_stride, d, A: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    """One row as FP8 with its own scale."""
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    a = tl.arange(0, A)
+    xa = tl.load(x_ptr + row * x_stride + a, mask=a < d, other=0.0).to(tl.float32)
+    if B:
+        b = A + tl.arange(0, B)
+        xb = tl.load(x_ptr + row * x_stride + b, mask=b < d, other=0.0).to(tl.float32)
+    amax = tl.max(tl.abs(xa))
+    if B:
+        amax = tl.maximum(amax, tl.max(tl.abs(xb)))
+    scale, factor = _row_scale(amax)
+    tl.store(scale_ptr + row, scale)
+    tl.store(fp8_ptr + row * d + a, (xa * factor).to(tl.float8e4nv), mask=a < d)
+    if B:
+        tl.store(fp8_ptr + row * d + b, (xb * factor).to(tl.float8e4nv), mask=b < d)
