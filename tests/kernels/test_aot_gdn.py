@@ -16,7 +16,7 @@ INTS = (
     "slots", "tickets", "cu_seqlens", "starts", "chunk_sequence", "chunk_token", "chunk_length", "chunk_checkpoint",
     "checkpoint_sequence", "checkpoint_position", "first_chunk", "active",
 )  # fmt: skip
-SCALARS = (*DIVISIBLE, "dummy_slot", "checkpoints")
+SCALARS = (*DIVISIBLE, "dummy_slot", "checkpoints", "one_wave")
 
 KERNELS = {
     "decode": (
@@ -37,8 +37,8 @@ KERNELS = {
     ),
     "scan": (
         f"{RULE}.prefill_kernels:scan_kernel",
-        "state slots cu_seqlens starts mixed decay w u before first_chunk chunk_checkpoint checkpoint_state "
-        "state_stride checkpoint_stride",
+        "state slots cu_seqlens starts mixed decay w u before active first_chunk chunk_checkpoint checkpoint_state "
+        "state_stride checkpoint_stride one_wave",
     ),
     "checkpoint": (
         f"{RULE}.prefill_kernels:checkpoint_kernel",
@@ -71,6 +71,8 @@ def constexprs(kernel: str, heads: Heads, launch: Launch) -> dict:
         values |= {"BLOCK": launch.block, "HEADS": heads_together(heads)}
     if kernel in ("decode", "scan", "checkpoint"):
         values["COLUMNS"] = launch.block
+    if kernel == "scan":
+        values["NARROW"] = launch.narrow or launch.block
     return values
 
 

@@ -5,9 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+"""The interpreter knows no assembly."""
+
 
 @triton.jit
 def silu(x):
+    """x * sigmoid(x), fp32, to some 2^-21: a third of the instructions of an exponential and a division that care for
+    denormals."""
+    if COMPILED:
+        e = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * -1.4426950408889634], tl.float32, is_pure=True, pack=1
+        )
+        return x * tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + e], tl.float32, is_pure=True, pack=1
+        )
     return x * tl.sigmoid(x)
 
 

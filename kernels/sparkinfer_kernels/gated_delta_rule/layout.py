@@ -74,7 +74,7 @@ class PrefillWorkspace:
     first_chunk: torch.Tensor
     """[R + 1] int32: first chunk of each sequence."""
     active: torch.Tensor
-    """[1] int32: chunks and blocks of padding rows that have any rows; they come first."""
+    """[2] int32: chunks and blocks of padding rows that have any rows, which come first; sequences that have any."""
     mixed: torch.Tensor
     """[M, 2 * Hk + Hv, CHUNK, D] bf16: queries and keys, normalised and scaled, values; zeros past a chunk's rows."""
     decay: torch.Tensor
@@ -130,7 +130,7 @@ def make_prefill_workspace(
         chunk_length=ints(chunks),
         chunk_checkpoint=ints(chunks),
         first_chunk=ints(max_sequences + 1),
-        active=ints(1),
+        active=ints(2),
         mixed=bf16(chunks, 2 * heads.key + heads.value, CHUNK, HEAD_DIM),
         decay=torch.empty(chunks, heads.value, CHUNK, dtype=torch.float32, device=device),
         w=bf16(chunks, heads.value, CHUNK, HEAD_DIM),

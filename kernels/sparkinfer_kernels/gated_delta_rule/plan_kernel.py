@@ -28,6 +28,7 @@ def plan_kernel(
         tl.store(first_chunk + r, stop - count, mask=real)
         tl.store(first_chunk + sequences, used_chunks)
         tl.store(active, used_chunks + (tokens - used_rows + CHUNK - 1) // CHUNK)
+        tl.store(active + 1, tl.sum((length > 0).to(tl.int32), 0))
 
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = (c[:, None] >= (stop - count)[None, :]) & (c[:, None] < stop[None, :])

@@ -110,27 +110,24 @@ def transform_kernel(
 
 
 @triton.jit
-def scan_kernel(
-    state, slots, cu_seqlens, starts, mixed, decay, w, u, before, first_chunk, chunk_checkpoint, checkpoint_state,
-    state_stride, checkpoint_stride,
+def scan_columns(
+    part, length, state, slots, starts, mixed, decay, w, u, before, first_chunk, chunk_checkpoint,
+    checkpoint_state, state_stride, checkpoint_stride,
     HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
     CHECKPOINTS: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS columns of V of one value head's state through all chunks of one sequence."""
+    """Part `part` of a sequence's states, COLUMNS columns of V of one value head, through all chunks."""
     CHANNELS: tl.constexpr = (2 * HK + HV) * D
     GROUP: tl.constexpr = HV // HK
     SPLIT: tl.constexpr = D // COLUMNS
-    head = tl.program_id(0) // SPLIT
+    head = part // SPLIT
     sequence = tl.program_id(1)
-    length = tl.load(cu_seqlens + sequence + 1) - tl.load(cu_seqlens + sequence)
-    if length == 0:
-        return
     start = tl.load(starts + sequence)
     first = tl.load(first_chunk + sequence)
     chunks = (start + length - 1) // CHUNK - start // CHUNK + 1
     i = tl.arange(0, CHUNK)
     lane = tl.arange(0, D)
-    column = (tl.program_id(0) % SPLIT) * COLUMNS + tl.arange(0, COLUMNS)
+    column = (part % SPLIT) * COLUMNS + tl.arange(0, COLUMNS)
     square = lane[:, None] * D + column[None, :]
     own = state + tl.load(slots + sequence).to(tl.int64) * state_stride + head * D * D + square
     s = tl.load(own, mask=(start > 0) & (lane[:, None] >= 0) & (column[None, :] >= 0), other=0.0).to(tl.float32)
@@ -155,6 +152,32 @@ def scan_kernel(
         decayed = (v_new.to(tl.float32) * tl.exp(last - total)[:, None]).to(u.dtype.element_ty)
         s = tl.dot(tl.trans(k), decayed, s * tl.exp(last))
     tl.store(own, s.to(state.dtype.element_ty))
+
+
+@triton.jit
+def scan_kernel(
+    state, slots, cu_seqlens, starts, mixed, decay, w, u, before, active, first_chunk, chunk_checkpoint,
+    checkpoint_state, state_stride, checkpoint_stride, one_wave,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    NARROW: tl.constexpr, CHECKPOINTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (HV * D / NARROW, sequences): some columns of V of one value head's state through all chunks of a sequence.
+
+    COLUMNS of them, or NARROW where programs with so few all run at a time (`one_wave` of them).
+    """
+    part = tl.program_id(0)
+    length = tl.load(cu_seqlens + tl.program_id(1) + 1) - tl.load(cu_seqlens + tl.program_id(1))
+    if length > 0:
+        if (NARROW < COLUMNS) & (tl.load(active + 1) * (HV * (D // NARROW)) <= one_wave):
+            scan_columns(
+                part, length, state, slots, starts, mixed, decay, w, u, before, first_chunk, chunk_checkpoint,
+                checkpoint_state, state_stride, checkpoint_stride, HK, HV, D, CHUNK, NARROW, CHECKPOINTS,
+            )  # fmt: skip
+        elif part < HV * (D // COLUMNS):
+            scan_columns(
+                part, length, state, slots, starts, mixed, decay, w, u, before, first_chunk, chunk_checkpoint,
+                checkpoint_state, state_stride, checkpoint_stride, HK, HV, D, CHUNK, COLUMNS, CHECKPOINTS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -286,11 +309,13 @@ def scan_states(
     launch: Launch,
 ) -> None:
     """Write `workspace.before` and `u` (v_new), each slot's new state, and for `finish_checkpoints` where it starts."""
-    scan_kernel[(heads.value * (HEAD_DIM // launch.block), slots.shape[0])](
+    narrow = min(launch.narrow or launch.block, launch.block)
+    scan_kernel[(heads.value * (HEAD_DIM // narrow), slots.shape[0])](
         state, slots, cu_seqlens, starts, workspace.mixed, workspace.decay, workspace.w, workspace.u, workspace.before,
-        workspace.first_chunk, workspace.chunk_checkpoint, state if checkpoints is None else checkpoints.state,
-        state.stride(0), 0 if checkpoints is None else checkpoints.state.stride(0),
-        HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK, COLUMNS=launch.block,
+        workspace.active, workspace.first_chunk, workspace.chunk_checkpoint,
+        state if checkpoints is None else checkpoints.state,
+        state.stride(0), 0 if checkpoints is None else checkpoints.state.stride(0), multiprocessors(state.device),
+        HK=heads.key, HV=heads.value, D=HEAD_DIM, CHUNK=CHUNK, COLUMNS=launch.block, NARROW=narrow,
         CHECKPOINTS=checkpoints is not None, **launch.options,
     )  # fmt: skip
 

@@ -19,13 +19,15 @@ import torch
 class Launch:
     """How one kernel is launched.
 
-    `block`: tokens of a tile of `conv`, columns of V at a time of `decode`, `scan` and `checkpoint`. `programs`: of
-    `output`, how many run at a time on a multiprocessor.
+    `block`: tokens of a tile of `conv`, columns of V at a time of `decode`, `scan` and `checkpoint`. `narrow`: columns
+    of `scan` where programs with so few all run at a time, 0 for `block` always. `programs`: of `output`, how many run
+    at a time on a multiprocessor.
     """
 
     num_warps: int
     num_stages: int = 1
     block: int = 0
+    narrow: int = 0
     programs: int = 0
     maxnreg: int | None = None
 
