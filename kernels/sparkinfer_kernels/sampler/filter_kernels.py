@@ -3,8 +3,11 @@
 A token of value v passes top-k when fewer than k values are greater than v, and top-p when the values greater than v
 hold less than top_p of the mass (of the k most likely tokens). Both conditions are monotone in v, so the pivot is
 bracketed by counting and summing above 16 thresholds, twice; what lies inside the last bracket is copied out and the
-pivot found there bit by bit. Sums over the copy are integers (2**44 for the mass of the most likely token), so that its
-order does not matter.
+pivot found there by a search over keys. Sums over the copy are integers (2**44 for the mass of the most likely token):
+its order does not matter.
+
+Slices are read as tiles [.., LANES * VEC] whose columns t * VEC on belong to thread t, so that a thread adds up its own
+elements before anything crosses threads; sums of eight thresholds cross together.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparkinfer_kernels.sampler.kernels import is_filtered, load_slice
+from sparkinfer_kernels.sampler.kernels import is_filtered
 from sparkinfer_kernels.sampler.noise_kernel import log
 
 STEPS = tl.constexpr(16)
@@ -23,13 +26,55 @@ FEW = tl.constexpr(4096)
 """A bracket of level 0 with no more values than this is not narrowed further (counted for rows with top-k only)."""
 
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+LANES = tl.constexpr(128)
+"""Threads of the programs that read slices."""
+
+
 @triton.jit
-def _row_extremes(value_ptr, lowest_ptr, row, slices, temperature, SLICES: tl.constexpr):
-    """(largest, lowest finite) scaled logit of a row."""
-    s = tl.arange(0, SLICES)
-    top = tl.max(tl.load(value_ptr + row * slices + s, mask=s < slices, other=float("-inf")))
-    low = tl.min(tl.load(lowest_ptr + row * slices + s, mask=s < slices, other=float("inf")))
-    return tl.math.div_rn(top, temperature), tl.math.div_rn(low, temperature)
+def _load_tile(logits_ptr, row, stride, vocab, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """(fp32 logits with -inf beyond the vocabulary, their tokens) of this program's slice as a tile."""
+    WIDTH: tl.constexpr = LANES * VEC
+    token = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    token += tl.program_id(1) * BLOCK
+    x = tl.load(logits_ptr + row.to(tl.int64) * stride + token, mask=token < vocab, other=float("-inf"))
+    return x.to(tl.float32), token
+
+
+@triton.jit
+def _lanes(values, VEC: tl.constexpr):
+    """Each thread's own sum [LANES] of a tile."""
+    return tl.sum(tl.reshape(tl.sum(values, axis=0), [LANES, VEC]), axis=1)
+
+
+@triton.jit
+def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+@triton.jit
+def _sum8(a0, a1, a2, a3, a4, a5, a6, a7):
+    """Sums of eight vectors; compiled, they cross threads together (the interpreter would take minutes for that)."""
+    if COMPILED:
+        return tl.reduce((a0, a1, a2, a3, a4, a5, a6, a7), 0, _add8)
+    return tl.sum(a0), tl.sum(a1), tl.sum(a2), tl.sum(a3), tl.sum(a4), tl.sum(a5), tl.sum(a6), tl.sum(a7)
+
+
+@triton.jit
+def _store_above(to, x, weight, first: tl.constexpr, lo, hi, top, low, VEC: tl.constexpr):
+    """Store at `to` the weights above thresholds first to first + 7, added up."""
+    sums = _sum8(
+        _lanes(tl.where(x >= _threshold(first, lo, hi, top, low), weight, 0), VEC),
+        _lanes(tl.where(x >= _threshold(first + 1, lo, hi, top, low), weight, 0), VEC),
+        _lanes(tl.where(x >= _threshold(first + 2, lo, hi, top, low), weight, 0), VEC),
+        _lanes(tl.where(x >= _threshold(first + 3, lo, hi, top, low), weight, 0), VEC),
+        _lanes(tl.where(x >= _threshold(first + 4, lo, hi, top, low), weight, 0), VEC),
+        _lanes(tl.where(x >= _threshold(first + 5, lo, hi, top, low), weight, 0), VEC),
+        _lanes(tl.where(x >= _threshold(first + 6, lo, hi, top, low), weight, 0), VEC),
+        _lanes(tl.where(x >= _threshold(first + 7, lo, hi, top, low), weight, 0), VEC),
+    )
+    for number in tl.static_range(8):
+        tl.store(to + first + number, sums[number])
 
 
 @triton.jit
@@ -90,24 +135,67 @@ def _narrow(counts, masses, total, lo, hi, top, low, count_hi, mass_hi, top_k, t
 
 
 @triton.jit
-def _bracket(counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, LEVELS: tl.constexpr, SLICES: tl.constexpr):
-    """The bracket after `LEVELS` levels, the mass of the whole row, and whether level 1 is left out."""
-    lo, hi = _first_bracket(top, low)
-    count_hi, mass_hi, total, few = 0, 0.0, 0.0, False
-    if LEVELS > 0:
-        counts, masses = _sums(counts_ptr, masses_ptr, row, slices, 0, SLICES)
-        total = tl.sum(tl.where(tl.arange(0, 32) == 16, masses, 0.0))
-        lo, hi, count_hi, mass_hi, few = _narrow(
-            counts, masses, total, lo, hi, top, low, count_hi, mass_hi, top_k, top_p
-        )
-    if LEVELS > 1:
-        counts, masses = _sums(counts_ptr, masses_ptr, row, slices, 1, SLICES)
-        lo_1, hi_1, count_1, mass_1, _few_1 = _narrow(
-            counts, masses, total, lo, hi, top, low, count_hi, mass_hi, top_k, top_p
-        )
-        lo, hi = tl.where(few, lo, lo_1), tl.where(few, hi, hi_1)
-        count_hi, mass_hi = tl.where(few, count_hi, count_1), tl.where(few, mass_hi, mass_1)
-    return lo, hi, count_hi, mass_hi, total, few
+def bracket_kernel(
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    value_ptr,
+    lowest_ptr,
+    counts_ptr,
+    masses_ptr,
+    bracket_ptr,
+    above_ptr,
+    vocab,
+    slices,
+    LEVELS: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """Grid (rows): what is known of a filtered row's pivot after LEVELS levels.
+
+    `bracket` [rows, 8]: lower end, upper end, mass at or above it, mass of the row, largest and smallest scaled logit.
+    `above` [rows, 2]: count at or above the upper end, whether the bracket is narrow enough.
+    """
+    row = tl.program_id(0)
+    temperature = tl.load(temperature_ptr + row)
+    ranked, filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
+    bracket_ptr += 8 * row
+    above_ptr += 2 * row
+    if LEVELS == 0:
+        if filtered:
+            s = tl.arange(0, SLICES)
+            top = tl.max(tl.load(value_ptr + row * slices + s, mask=s < slices, other=float("-inf")))
+            low = tl.min(tl.load(lowest_ptr + row * slices + s, mask=s < slices, other=float("inf")))
+            top, low = tl.math.div_rn(top, temperature), tl.math.div_rn(low, temperature)
+            lo, hi = _first_bracket(top, low)
+            tl.store(bracket_ptr, lo)
+            tl.store(bracket_ptr + 1, hi)
+            tl.store(bracket_ptr + 2, 0.0)
+            tl.store(bracket_ptr + 4, top)
+            tl.store(bracket_ptr + 5, low)
+            tl.store(above_ptr, 0)
+            tl.store(above_ptr + 1, 0)
+    else:
+        if ranked & (tl.load(above_ptr + 1) == 0):
+            top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+            top_k = tl.where(top_k < vocab, top_k, 0)
+            lo, hi, mass_hi = tl.load(bracket_ptr), tl.load(bracket_ptr + 1), tl.load(bracket_ptr + 2)
+            top, low = tl.load(bracket_ptr + 4), tl.load(bracket_ptr + 5)
+            counts, masses = _sums(counts_ptr, masses_ptr, row, slices, LEVELS - 1, SLICES)
+            if LEVELS == 1:
+                total = tl.sum(tl.where(tl.arange(0, 32) == 16, masses, 0.0))
+                tl.store(bracket_ptr + 3, total)
+            else:
+                total = tl.load(bracket_ptr + 3)
+            count_hi = tl.load(above_ptr)
+            lo, hi, count_hi, mass_hi, few = _narrow(
+                counts, masses, total, lo, hi, top, low, count_hi, mass_hi, top_k, top_p
+            )
+            tl.store(bracket_ptr, lo)
+            tl.store(bracket_ptr + 1, hi)
+            tl.store(bracket_ptr + 2, mass_hi)
+            tl.store(above_ptr, count_hi)
+            tl.store(above_ptr + 1, few.to(tl.int32))
 
 
 @triton.jit
@@ -117,48 +205,37 @@ def count_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    value_ptr,
-    lowest_ptr,
     counts_ptr,
     masses_ptr,
+    bracket_ptr,
+    above_ptr,
     stride,
     vocab,
     slices,
     LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
-    SLICES: tl.constexpr,
+    VEC: tl.constexpr,
 ):
     """Grid (rows, slices): counts and masses above the 16 thresholds of level 0 or 1."""
     row, part = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     ranked, _filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
-    if ranked:
+    if ranked & (tl.load(above_ptr + 2 * row + 1) == 0):
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-        top_k = tl.where(top_k < vocab, top_k, 0)
-        x, _token = load_slice(logits_ptr, row, stride, vocab, BLOCK)
-        top, low = _row_extremes(value_ptr, lowest_ptr, row, slices, temperature, SLICES)
-        lo, hi, _count_hi, _mass_hi, _total, few = _bracket(
-            counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, LEVEL, SLICES
-        )
-        if few == 0:
-            x = tl.math.div_rn(x, temperature)
+        lo, hi = tl.load(bracket_ptr + 8 * row), tl.load(bracket_ptr + 8 * row + 1)
+        top, low = tl.load(bracket_ptr + 8 * row + 4), tl.load(bracket_ptr + 8 * row + 5)
+        x, _token = _load_tile(logits_ptr, row, stride, vocab, BLOCK, VEC)
+        x = tl.math.div_rn(x, temperature)
+        to = ((LEVEL * tl.num_programs(0) + row) * slices + part) * 32
+        # Counts serve top-k, masses serve top-p; what a row does not need is not read either.
+        if (top_k > 0) & (top_k < vocab):
+            _store_above(counts_ptr + to, x, 1, 0, lo, hi, top, low, VEC)
+            _store_above(counts_ptr + to, x, 1, 8, lo, hi, top, low, VEC)
+        if top_p < 1.0:
             mass = tl.exp(x - top)
-            j = tl.arange(0, 32)
-            base = ((LEVEL * tl.num_programs(0) + row) * slices + part) * 32 + j
-            # Counts serve top-k, masses serve top-p; what a row does not need is not read either.
-            if top_k > 0:
-                counts = tl.zeros([32], dtype=tl.int32)
-                for number in tl.static_range(16):
-                    passes = x >= _threshold(number, lo, hi, top, low)
-                    counts = tl.where(j == number, tl.sum(passes.to(tl.int32)), counts)
-                tl.store(counts_ptr + base, counts, mask=j < 16)
-            if top_p < 1.0:
-                masses = tl.zeros([32], dtype=tl.float32)
-                for number in tl.static_range(16):
-                    passes = x >= _threshold(number, lo, hi, top, low)
-                    masses = tl.where(j == number, tl.sum(tl.where(passes, mass, 0.0)), masses)
-                masses = tl.where(j == 16, tl.sum(mass), masses)
-                tl.store(masses_ptr + base, masses, mask=j <= 16)
+            _store_above(masses_ptr + to, x, mass, 0, lo, hi, top, low, VEC)
+            _store_above(masses_ptr + to, x, mass, 8, lo, hi, top, low, VEC)
+            tl.store(masses_ptr + to + 16, tl.sum(_lanes(mass, VEC)))
 
 
 @triton.jit
@@ -168,38 +245,34 @@ def collect_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    value_ptr,
-    lowest_ptr,
-    counts_ptr,
-    masses_ptr,
+    bracket_ptr,
     inside_ptr,
     found_ptr,
     stride,
     vocab,
-    slices,
     BLOCK: tl.constexpr,
-    SLICES: tl.constexpr,
+    VEC: tl.constexpr,
 ):
     """Grid (rows, slices): copy the scaled logits inside the bracket to `inside`, in any order."""
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
     ranked, _filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
     if ranked:
-        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-        top_k = tl.where(top_k < vocab, top_k, 0)
-        x, token = load_slice(logits_ptr, row, stride, vocab, BLOCK)
-        top, low = _row_extremes(value_ptr, lowest_ptr, row, slices, temperature, SLICES)
-        lo, hi, _count_hi, _mass_hi, _total, _few = _bracket(
-            counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, 2, SLICES
-        )
+        lo, hi = tl.load(bracket_ptr + 8 * row), tl.load(bracket_ptr + 8 * row + 1)
+        x, token = _load_tile(logits_ptr, row, stride, vocab, BLOCK, VEC)
         x = tl.math.div_rn(x, temperature)
         inside = (x >= lo) & (x < hi) & (token < vocab)
         count = inside.to(tl.int32)
-        many = tl.sum(count)
+        columns = tl.reshape(tl.sum(count, axis=0), [LANES, VEC])
+        mine = tl.sum(columns, axis=1)
+        many = tl.sum(mine)
         if many > 0:
             first = tl.atomic_add(found_ptr + row, many, sem="relaxed")
-            place = row.to(tl.int64) * vocab + first + tl.cumsum(count, axis=0) - 1
-            tl.store(inside_ptr + place, x, mask=inside)
+            # What comes before: other threads' elements, this thread's columns before, the column's rows before.
+            before = first + tl.cumsum(mine, axis=0) - mine
+            column = before[:, None] + tl.cumsum(columns, axis=1) - columns
+            place = tl.reshape(column, [LANES * VEC])[None, :] + tl.cumsum(count, axis=0) - 1
+            tl.store(inside_ptr + row.to(tl.int64) * vocab + place, x, mask=inside)
 
 
 @triton.jit
@@ -221,23 +294,40 @@ def _mass(x, top):
 
 
 @triton.jit
-def _above(inside_ptr, held, key, found, top, MASS: tl.constexpr, RESIDENT: tl.constexpr, CAPACITY: tl.constexpr):
-    """Count (or mass) of the collected values with keys above `key`."""
+def _sums_above(x, live, top, key0, step, last, MASS: tl.constexpr):
+    """Counts (or masses) of eight sets: values x with keys above key0 + i * step (or above `last`), i = 0 to 7."""
+    key = tl.where(live, _key(x), -2147483648)
+    weight = 1
+    if MASS:
+        weight = _mass(x, top)
+    return _sum8(
+        tl.where(key > tl.minimum(key0, last).to(tl.int32), weight, 0),
+        tl.where(key > tl.minimum(key0 + step, last).to(tl.int32), weight, 0),
+        tl.where(key > tl.minimum(key0 + 2 * step, last).to(tl.int32), weight, 0),
+        tl.where(key > tl.minimum(key0 + 3 * step, last).to(tl.int32), weight, 0),
+        tl.where(key > tl.minimum(key0 + 4 * step, last).to(tl.int32), weight, 0),
+        tl.where(key > tl.minimum(key0 + 5 * step, last).to(tl.int32), weight, 0),
+        tl.where(key > tl.minimum(key0 + 6 * step, last).to(tl.int32), weight, 0),
+        tl.where(key > tl.minimum(key0 + 7 * step, last).to(tl.int32), weight, 0),
+    )
+
+
+@triton.jit
+def _above(
+    inside_ptr, held, key0, step, last, found, top, MASS: tl.constexpr, RESIDENT: tl.constexpr, CAPACITY: tl.constexpr
+):
+    """`_sums_above` of all collected values."""
+    i = tl.arange(0, CAPACITY)
     if RESIDENT:
-        passes = (_key(held) > key) & (tl.arange(0, CAPACITY) < found)
-        if MASS:
-            return tl.sum(tl.where(passes, _mass(held, top), 0))
-        return tl.sum(passes.to(tl.int64))
-    total = tl.zeros([CAPACITY], dtype=tl.int64)
-    for begin in range(0, found, CAPACITY):
-        i = begin + tl.arange(0, CAPACITY)
-        x = tl.load(inside_ptr + i, mask=i < found, other=float("-inf"))
-        passes = (_key(x) > key) & (i < found)
-        if MASS:
-            total += tl.where(passes, _mass(x, top), 0)
-        else:
-            total += passes.to(tl.int64)
-    return tl.sum(total)
+        return _sums_above(held, i < found, top, key0, step, last, MASS)
+    s0, s1, s2, s3, s4, s5, s6, s7 = _sums_above(held, i < found, top, key0, step, last, MASS)
+    for begin in range(CAPACITY, found, CAPACITY):
+        x = tl.load(inside_ptr + begin + i, mask=begin + i < found, other=float("-inf"))
+        t0, t1, t2, t3, t4, t5, t6, t7 = _sums_above(x, begin + i < found, top, key0, step, last, MASS)
+        s0, s1, s2, s3, s4, s5, s6, s7 = _add8(
+            s0, s1, s2, s3, s4, s5, s6, s7, t0, t1, t2, t3, t4, t5, t6, t7
+        )  # fmt: skip
+    return s0, s1, s2, s3, s4, s5, s6, s7
 
 
 @triton.jit
@@ -256,10 +346,14 @@ def _smallest_key(
     """Smallest key with less than `limit` above it, between the given ones (at `key_hi` that holds)."""
     lo, hi = key_lo.to(tl.int64), key_hi.to(tl.int64)
     while lo < hi:
-        middle = (lo + hi) >> 1
-        enough = _above(inside_ptr, held, middle.to(tl.int32), found, top, MASS, RESIDENT, CAPACITY) < limit
-        hi = tl.where(enough, middle, hi)
-        lo = tl.where(enough, lo, middle + 1)
+        # Eight keys from lo on; those beyond hi count as hi: sums fall from one to the next.
+        step = (hi - lo + 7) // 8
+        s0, s1, s2, s3, s4, s5, s6, s7 = _above(inside_ptr, held, lo, step, hi, found, top, MASS, RESIDENT, CAPACITY)
+        short = (s0 >= limit).to(tl.int64) + (s1 >= limit).to(tl.int64) + (s2 >= limit).to(tl.int64)
+        short += (s3 >= limit).to(tl.int64) + (s4 >= limit).to(tl.int64) + (s5 >= limit).to(tl.int64)
+        short += (s6 >= limit).to(tl.int64) + (s7 >= limit).to(tl.int64)
+        hi = tl.where(short < 8, tl.minimum(hi, lo + short * step), hi)
+        lo = tl.where(short > 0, lo + (short - 1) * step + 1, lo)
     return hi.to(tl.int32)
 
 
@@ -284,8 +378,9 @@ def _pivot_inside(
         left = (top_k - count_hi).to(tl.int64)
         key_lo = _smallest_key(inside_ptr, held, found, top, key_lo, key_hi, left, False, RESIDENT, CAPACITY)
         if top_p < 1.0:
-            ties = left - _above(inside_ptr, held, key_lo, found, top, False, RESIDENT, CAPACITY)
-            above = _above(inside_ptr, held, key_lo, found, top, True, RESIDENT, CAPACITY)
+            key = key_lo.to(tl.int64)
+            ties = left - _above(inside_ptr, held, key, 0, key, found, top, False, RESIDENT, CAPACITY)[0]
+            above = _above(inside_ptr, held, key, 0, key, found, top, True, RESIDENT, CAPACITY)[0]
             total = (base + above + ties * _mass(_value(key_lo), top)).to(tl.float32) * 2.0**-44
     if top_p < 1.0:
         limit = (top_p * total * 17592186044416.0).to(tl.int64) - base
@@ -299,16 +394,12 @@ def pivot_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    value_ptr,
-    lowest_ptr,
-    counts_ptr,
-    masses_ptr,
+    bracket_ptr,
+    above_ptr,
     inside_ptr,
     found_ptr,
     pivot_ptr,
     vocab,
-    slices,
-    SLICES: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
     """Grid (rows): the pivot of each filtered row."""
@@ -318,19 +409,16 @@ def pivot_kernel(
     if filtered:
         top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
         top_k = tl.where(top_k < vocab, top_k, 0)
-        s = tl.arange(0, SLICES)
-        top = tl.max(tl.load(value_ptr + row * slices + s, mask=s < slices, other=float("-inf")))
-        top = tl.math.div_rn(top, temperature)
+        bracket_ptr += 8 * row
+        top = tl.load(bracket_ptr + 4)
         pivot = float("-inf")
         if ranked:
-            top, low = _row_extremes(value_ptr, lowest_ptr, row, slices, temperature, SLICES)
-            lo, _hi, count_hi, mass_hi, total, _few = _bracket(
-                counts_ptr, masses_ptr, row, slices, top, low, top_k, top_p, 2, SLICES
-            )
+            mass_hi, total = tl.load(bracket_ptr + 2), tl.load(bracket_ptr + 3)
+            count_hi = tl.load(above_ptr + 2 * row)
             found = tl.load(found_ptr + row)
             inside_ptr += row.to(tl.int64) * vocab
             if found == 0:
-                pivot = lo
+                pivot = tl.load(bracket_ptr)
             elif found <= CAPACITY:
                 pivot = _pivot_inside(inside_ptr, found, top, top_k, top_p, count_hi, mass_hi, total, True, CAPACITY)
             else:

@@ -13,15 +13,18 @@ from typing import Literal
 import torch
 import triton
 
-from sparkinfer_kernels.sampler.filter_kernels import collect_kernel, count_kernel, pivot_kernel
+from sparkinfer_kernels.sampler.filter_kernels import bracket_kernel, collect_kernel, count_kernel, pivot_kernel
 from sparkinfer_kernels.sampler.kernels import ban_kernel, draw_kernel, first_kernel, pick_kernel
 from sparkinfer_kernels.sampler.logprob_kernels import logprob_row_kernel, logprob_slice_kernel
 
 MAX_TOP = 32
 """Most alternatives that `logprobs` reports."""
-CAPACITY = 8192
+CAPACITY = 4096
 """Values that the search for a pivot keeps in registers; more are read again at each step."""
 BAN_BLOCK = 128
+SUB = 1024
+"""Logits that a program has in registers at a time where it draws: their noise takes many."""
+DRAW_WARPS = 4
 
 Mode = Literal["greedy", "sample", "filter"]
 """What a captured step can do: greedy rows only; temperature too; temperature, top-k, top-p and min-p too. Each mode
@@ -44,6 +47,10 @@ class SamplerWorkspace:
     """[2 * programs * 32] int32: tokens above the thresholds of both search levels."""
     masses: torch.Tensor
     """[2 * programs * 32] fp32: their mass."""
+    bracket: torch.Tensor
+    """[rows, 8] fp32 and"""
+    above: torch.Tensor
+    """[rows, 2] int32: what the search knows of each row's pivot."""
     inside: torch.Tensor
     """[rows * vocab] fp32: scaled logits inside the last bracket."""
     found: torch.Tensor
@@ -103,6 +110,8 @@ def make_workspace(rows: int, vocab: int, device: torch.device, max_banned: int 
         lowest=floats(programs),
         counts=ints(64 * programs),
         masses=floats(64 * programs),
+        bracket=floats(rows, 8),
+        above=ints(rows, 2),
         inside=floats(rows * vocab),
         found=ints(rows),
         pivot=floats(rows),
@@ -114,7 +123,7 @@ def make_workspace(rows: int, vocab: int, device: torch.device, max_banned: int 
 
 def _block(m: int) -> int:
     """Logits of a slice: enough programs for all multiprocessors, and as few slices as that allows."""
-    return 2048 if m <= 4 else 4096 if m <= 16 else 8192
+    return 2048 if m <= 4 else 4096
 
 
 def _warps(block: int) -> int:
@@ -157,7 +166,8 @@ def sample(
     slices = triton.cdiv(vocab, block)
     grid = (m, slices)
     row = (tensors.temperature, tensors.keys, tensors.top_k, tensors.top_p, tensors.min_p)
-    options = {"BLOCK": block, "num_warps": _warps(block)}
+    drawing = {"BLOCK": block, "SUB": SUB, "num_warps": DRAW_WARPS}
+    options = {"BLOCK": block, "SUB": block, "num_warps": _warps(block)} if mode == "greedy" else drawing
     first_kernel[grid](
         logits,
         *row,
@@ -184,7 +194,7 @@ def sample(
             logits.stride(0),
             vocab,
             slices,
-            **options,
+            **drawing,
         )
     pick_kernel[(m,)](workspace.values, workspace.tokens, out, vocab, slices, SLICES=padded, num_warps=1)
     if banned:
@@ -212,23 +222,20 @@ def _find_pivots(logits: torch.Tensor, tensors: SamplingTensors, workspace: Samp
     slices = triton.cdiv(vocab, block)
     padded = triton.next_power_of_2(slices)
     filters = (tensors.temperature, tensors.top_k, tensors.top_p, tensors.min_p)
-    found = (workspace.values, workspace.lowest, workspace.counts, workspace.masses)
-    size = (logits.stride(0), vocab, slices)
-    options = {"BLOCK": block, "SLICES": padded, "num_warps": _warps(block)}
-    for level in (0, 1):
-        count_kernel[(m, slices)](logits, *filters, *found, *size, LEVEL=level, **options)
-    collect_kernel[(m, slices)](logits, *filters, *found, workspace.inside, workspace.found, *size, **options)
+    work = workspace
+    state = (work.counts, work.masses, work.bracket, work.above)
+    size = {"BLOCK": block, "VEC": 16 // logits.element_size(), "num_warps": 4}
+    for level in (0, 1, 2):
+        bracket_kernel[(m,)](
+            *filters, work.values, work.lowest, *state, vocab, slices, LEVELS=level, SLICES=padded, num_warps=4
+        )
+        if level < 2:
+            count_kernel[(m, slices)](logits, *filters, *state, logits.stride(0), vocab, slices, LEVEL=level, **size)
+    collect_kernel[(m, slices)](
+        logits, *filters, work.bracket, work.inside, work.found, logits.stride(0), vocab, **size
+    )
     pivot_kernel[(m,)](
-        *filters,
-        *found,
-        workspace.inside,
-        workspace.found,
-        workspace.pivot,
-        vocab,
-        slices,
-        SLICES=padded,
-        CAPACITY=CAPACITY,
-        num_warps=16,
+        *filters, work.bracket, work.above, work.inside, work.found, work.pivot, vocab, CAPACITY=CAPACITY, num_warps=16
     )
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of sampling without a sort. A program reads one slice of one row once and keeps it in registers.
+"""Triton kernels of sampling without a sort. A program reads one slice of one row once, SUB logits at a time.
 
 `first_kernel` serves greedy rows and rows with a temperature only, and finds the extremes of the others; the kernels of
 `filter_kernels.py` find a filtered row's pivot; `draw_kernel` draws among what passes; `pick_kernel` takes the best
@@ -27,6 +27,21 @@ def is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab):
     ranked = ((top_k > 0) & (top_k < vocab)) | (tl.load(top_p_ptr + row) < 1.0)
     ranked = ranked & (temperature > 0.0)
     return ranked, ranked | ((tl.load(min_p_ptr + row) > 0.0) & (temperature > 0.0))
+
+
+@triton.jit
+def load_part(logits_ptr, row, stride, vocab, number, BLOCK: tl.constexpr, SUB: tl.constexpr):
+    """As `load_slice`, the SUB logits number `number` of this program's slice."""
+    token = tl.program_id(1) * BLOCK + number * SUB + tl.arange(0, SUB)
+    x = tl.load(logits_ptr + row.to(tl.int64) * stride + token, mask=token < vocab, other=float("-inf"))
+    return x.to(tl.float32), token
+
+
+@triton.jit
+def better_of(x, token, best_x, best_token):
+    """Element by element the larger value with its token; the earlier one where they are equal."""
+    better = (x > best_x) | (best_x != best_x)
+    return tl.where(better, x, best_x), tl.where(better, token, best_token)
 
 
 @triton.jit
@@ -70,25 +85,37 @@ def first_kernel(
     SAMPLE: tl.constexpr,
     FILTER: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUB: tl.constexpr,
 ):
     """Grid (rows, slices). Greedy and filtered rows: largest logit; rows with a temperature only: the draw itself."""
     row, part = tl.program_id(0), tl.program_id(1)
-    x, token = load_slice(logits_ptr, row, stride, vocab, BLOCK)
+    temperature = 0.0
+    ranked, draws = False, False
+    key0, key1 = 0, 0
     if SAMPLE:
         temperature = tl.load(temperature_ptr + row)
+        draws = temperature > 0.0
         if FILTER:
             ranked, filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
-            if ranked:
-                tl.store(lowest_ptr + row * slices + part, tl.min(tl.where(x == float("-inf"), float("inf"), x)))
-                if part == 0:
-                    tl.store(found_ptr + row, 0)
-            draws = (temperature > 0.0) & (filtered == 0)
-        else:
-            draws = temperature > 0.0
-        if draws:
-            noise = gumbel_noise(token, tl.load(keys_ptr + 2 * row), tl.load(keys_ptr + 2 * row + 1))
-            x = tl.math.div_rn(x, temperature) + noise
-    top, winner = best(x, token)
+            draws = draws & (filtered == 0)
+        key0, key1 = tl.load(keys_ptr + 2 * row), tl.load(keys_ptr + 2 * row + 1)
+    best_x = tl.full([SUB], float("-inf"), tl.float32)
+    best_token = part * BLOCK + tl.arange(0, SUB)
+    lowest = tl.full([SUB], float("inf"), tl.float32)
+    for number in range(BLOCK // SUB):
+        x, token = load_part(logits_ptr, row, stride, vocab, number, BLOCK, SUB)
+        if FILTER:
+            lowest = tl.minimum(lowest, tl.where(x == float("-inf"), float("inf"), x))
+        if SAMPLE:  # noqa: SIM102 - decided at compile time
+            if draws:
+                x = tl.math.div_rn(x, temperature) + gumbel_noise(token, key0, key1)
+        best_x, best_token = better_of(x, token, best_x, best_token)
+    if FILTER:  # noqa: SIM102
+        if ranked:
+            tl.store(lowest_ptr + row * slices + part, tl.min(lowest))
+            if part == 0:
+                tl.store(found_ptr + row, 0)
+    top, winner = best(best_x, best_token)
     tl.store(value_ptr + row * slices + part, top)
     tl.store(token_ptr + row * slices + part, winner)
 
@@ -108,24 +135,27 @@ def draw_kernel(
     vocab,
     slices,
     BLOCK: tl.constexpr,
+    SUB: tl.constexpr,
 ):
     """Grid (rows, slices). Filtered rows: the draw among the tokens at or above the row's pivot."""
     row, part = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     _ranked, filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
     if filtered:
-        x, token = load_slice(logits_ptr, row, stride, vocab, BLOCK)
-        x = tl.math.div_rn(x, temperature)
-        passes = (x >= tl.load(pivot_ptr + row)) & (token < vocab)
-        if tl.max(passes.to(tl.int32)) > 0:
-            noise = gumbel_noise(token, tl.load(keys_ptr + 2 * row), tl.load(keys_ptr + 2 * row + 1))
-            x = tl.where(passes, x + noise, float("-inf"))
-            top, winner = best(x, token)
-            tl.store(value_ptr + row * slices + part, top)
-            tl.store(token_ptr + row * slices + part, winner)
-        else:
-            tl.store(value_ptr + row * slices + part, float("-inf"))
-            tl.store(token_ptr + row * slices + part, 2147483647)
+        pivot = tl.load(pivot_ptr + row)
+        key0, key1 = tl.load(keys_ptr + 2 * row), tl.load(keys_ptr + 2 * row + 1)
+        best_x = tl.full([SUB], float("-inf"), tl.float32)
+        best_token = tl.full([SUB], 2147483647, tl.int32)
+        for number in range(BLOCK // SUB):
+            x, token = load_part(logits_ptr, row, stride, vocab, number, BLOCK, SUB)
+            x = tl.math.div_rn(x, temperature)
+            passes = (x >= pivot) & (token < vocab)
+            if tl.max(passes.to(tl.int32)) > 0:
+                x = tl.where(passes, x + gumbel_noise(token, key0, key1), float("-inf"))
+                best_x, best_token = better_of(x, token, best_x, best_token)
+        top, winner = best(best_x, best_token)
+        tl.store(value_ptr + row * slices + part, top)
+        tl.store(token_ptr + row * slices + part, winner)
 
 
 @triton.jit
