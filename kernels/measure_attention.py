@@ -319,7 +319,7 @@ def main(parts: list[str]) -> None:
                         decode(model, [length] * n, max(2, min(16, 32 // n)), config)
             if part == "prefill":
                 prefill(model, [(0, 17), (15, 1), (16, 100), (0, 0), (33, 16), (1000, 2), (0, 1000)], padding=9)
-                for spans in ([(0, 1024)], [(0, 8192)], [(4096, 2048)], [(0, 1024)] * 8):
+                for spans in ([(0, 1024)], [(0, 8192)], [(4096, 2048)], [(0, 1024)] * 8, [(8192, 64)], [(8192, 256)]):
                     prefill(model, spans)
                 fresh(model, 1024, 16)
                 fresh(model, 8192, 16)
