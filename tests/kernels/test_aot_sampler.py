@@ -46,7 +46,7 @@ def builds(arch, logits, block, slices):
         FOLDER + "filter_kernels:collect_kernel", collect, shape, arch, 4, divisible=("stride", "vocab"), sass=True
     )
     pivot = FILTERS | state | inside | {"pivot_ptr": "*fp32", "vocab": "i32"}
-    yield KernelBuild(FOLDER + "filter_kernels:pivot_kernel", pivot, {"CAPACITY": CAPACITY}, arch, 16)
+    yield KernelBuild(FOLDER + "pivot_kernel:pivot_kernel", pivot, {"CAPACITY": CAPACITY}, arch, 16)
     work = {"top_ptr": "*fp32", "sum_ptr": "*fp32", "greater_ptr": "*i32", "values_ptr": "*fp32", "ids_ptr": "*i32"}
     part = x | {"tokens_ptr": "*i64"} | work | SIZES
     yield KernelBuild(FOLDER + "logprob_kernels:logprob_slice_kernel", part, {"COUNT": 20, "BLOCK": block}, arch, warps)

@@ -2,9 +2,8 @@
 
 A token of value v passes top-k when fewer than k values are greater than v, and top-p when the values greater than v
 hold less than top_p of the mass (of the k most likely tokens). Both conditions are monotone in v, so the pivot is
-bracketed by counting and summing above 16 thresholds, twice; what lies inside the last bracket is copied out and the
-pivot found there by a search over keys. Sums over the copy are integers (2**44 for the mass of the most likely token):
-its order does not matter.
+bracketed by counting and summing above 16 thresholds, twice; what lies inside the last bracket is copied out, and
+`pivot_kernel` searches there.
 
 Slices are read as tiles [.., LANES * VEC] whose columns t * VEC on belong to thread t, so that a thread adds up its own
 elements before anything crosses threads; sums of eight thresholds cross together.
@@ -16,7 +15,6 @@ import triton
 import triton.language as tl
 
 from sparkinfer_kernels.sampler.kernels import is_filtered
-from sparkinfer_kernels.sampler.noise_kernel import log
 
 STEPS = tl.constexpr(16)
 """Thresholds of a search level; level 0 also sums the whole row, as number 16 (counted from 0)."""
@@ -25,8 +23,8 @@ DEPTH = tl.constexpr(40.0)
 FEW = tl.constexpr(4096)
 """A bracket of level 0 with no more values than this is not narrowed further (counted for rows with top-k only)."""
 
-
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+"""The interpreter takes minutes for a reduction of several vectors at once."""
 LANES = tl.constexpr(128)
 """Threads of the programs that read slices."""
 
@@ -48,22 +46,22 @@ def _lanes(values, VEC: tl.constexpr):
 
 
 @triton.jit
-def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+def add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
 
 
 @triton.jit
-def _sum8(a0, a1, a2, a3, a4, a5, a6, a7):
-    """Sums of eight vectors; compiled, they cross threads together (the interpreter would take minutes for that)."""
+def sum8(a0, a1, a2, a3, a4, a5, a6, a7):
+    """Sums of eight vectors; compiled, they cross threads together."""
     if COMPILED:
-        return tl.reduce((a0, a1, a2, a3, a4, a5, a6, a7), 0, _add8)
+        return tl.reduce((a0, a1, a2, a3, a4, a5, a6, a7), 0, add8)
     return tl.sum(a0), tl.sum(a1), tl.sum(a2), tl.sum(a3), tl.sum(a4), tl.sum(a5), tl.sum(a6), tl.sum(a7)
 
 
 @triton.jit
 def _store_above(to, x, weight, first: tl.constexpr, lo, hi, top, low, VEC: tl.constexpr):
     """Store at `to` the weights above thresholds first to first + 7, added up."""
-    sums = _sum8(
+    sums = sum8(
         _lanes(tl.where(x >= _threshold(first, lo, hi, top, low), weight, 0), VEC),
         _lanes(tl.where(x >= _threshold(first + 1, lo, hi, top, low), weight, 0), VEC),
         _lanes(tl.where(x >= _threshold(first + 2, lo, hi, top, low), weight, 0), VEC),
@@ -273,156 +271,3 @@ def collect_kernel(
             column = before[:, None] + tl.cumsum(columns, axis=1) - columns
             place = tl.reshape(column, [LANES * VEC])[None, :] + tl.cumsum(count, axis=0) - 1
             tl.store(inside_ptr + row.to(tl.int64) * vocab + place, x, mask=inside)
-
-
-@triton.jit
-def _key(x):
-    """int32 in the order of the fp32 values (both zeros differ; no NaN)."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _value(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _mass(x, top):
-    """Integer mass: 2**44 for the most likely token."""
-    return (tl.exp(x - top) * 17592186044416.0).to(tl.int64)
-
-
-@triton.jit
-def _sums_above(x, live, top, key0, step, last, MASS: tl.constexpr):
-    """Counts (or masses) of eight sets: values x with keys above key0 + i * step (or above `last`), i = 0 to 7."""
-    key = tl.where(live, _key(x), -2147483648)
-    weight = 1
-    if MASS:
-        weight = _mass(x, top)
-    return _sum8(
-        tl.where(key > tl.minimum(key0, last).to(tl.int32), weight, 0),
-        tl.where(key > tl.minimum(key0 + step, last).to(tl.int32), weight, 0),
-        tl.where(key > tl.minimum(key0 + 2 * step, last).to(tl.int32), weight, 0),
-        tl.where(key > tl.minimum(key0 + 3 * step, last).to(tl.int32), weight, 0),
-        tl.where(key > tl.minimum(key0 + 4 * step, last).to(tl.int32), weight, 0),
-        tl.where(key > tl.minimum(key0 + 5 * step, last).to(tl.int32), weight, 0),
-        tl.where(key > tl.minimum(key0 + 6 * step, last).to(tl.int32), weight, 0),
-        tl.where(key > tl.minimum(key0 + 7 * step, last).to(tl.int32), weight, 0),
-    )
-
-
-@triton.jit
-def _above(
-    inside_ptr, held, key0, step, last, found, top, MASS: tl.constexpr, RESIDENT: tl.constexpr, CAPACITY: tl.constexpr
-):
-    """`_sums_above` of all collected values."""
-    i = tl.arange(0, CAPACITY)
-    if RESIDENT:
-        return _sums_above(held, i < found, top, key0, step, last, MASS)
-    s0, s1, s2, s3, s4, s5, s6, s7 = _sums_above(held, i < found, top, key0, step, last, MASS)
-    for begin in range(CAPACITY, found, CAPACITY):
-        x = tl.load(inside_ptr + begin + i, mask=begin + i < found, other=float("-inf"))
-        t0, t1, t2, t3, t4, t5, t6, t7 = _sums_above(x, begin + i < found, top, key0, step, last, MASS)
-        s0, s1, s2, s3, s4, s5, s6, s7 = _add8(
-            s0, s1, s2, s3, s4, s5, s6, s7, t0, t1, t2, t3, t4, t5, t6, t7
-        )  # fmt: skip
-    return s0, s1, s2, s3, s4, s5, s6, s7
-
-
-@triton.jit
-def _smallest_key(
-    inside_ptr,
-    held,
-    found,
-    top,
-    key_lo,
-    key_hi,
-    limit,
-    MASS: tl.constexpr,
-    RESIDENT: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """Smallest key with less than `limit` above it, between the given ones (at `key_hi` that holds)."""
-    lo, hi = key_lo.to(tl.int64), key_hi.to(tl.int64)
-    while lo < hi:
-        # Eight keys from lo on; those beyond hi count as hi: sums fall from one to the next.
-        step = (hi - lo + 7) // 8
-        s0, s1, s2, s3, s4, s5, s6, s7 = _above(inside_ptr, held, lo, step, hi, found, top, MASS, RESIDENT, CAPACITY)
-        short = (s0 >= limit).to(tl.int64) + (s1 >= limit).to(tl.int64) + (s2 >= limit).to(tl.int64)
-        short += (s3 >= limit).to(tl.int64) + (s4 >= limit).to(tl.int64) + (s5 >= limit).to(tl.int64)
-        short += (s6 >= limit).to(tl.int64) + (s7 >= limit).to(tl.int64)
-        hi = tl.where(short < 8, tl.minimum(hi, lo + short * step), hi)
-        lo = tl.where(short > 0, lo + (short - 1) * step + 1, lo)
-    return hi.to(tl.int32)
-
-
-@triton.jit
-def _pivot_inside(
-    inside_ptr, found, top, top_k, top_p, count_hi, mass_hi, total, RESIDENT: tl.constexpr, CAPACITY: tl.constexpr
-):
-    """Pivot among the `found` > 0 collected values."""
-    i = tl.arange(0, CAPACITY)
-    held = tl.load(inside_ptr + i, mask=i < found, other=0.0)
-    largest = tl.where(i < found, held, float("-inf"))
-    smallest = tl.where(i < found, held, float("inf"))
-    if not RESIDENT:
-        for begin in range(CAPACITY, found, CAPACITY):
-            more = begin + i
-            x = tl.load(inside_ptr + more, mask=more < found, other=float("-inf"))
-            largest = tl.maximum(largest, x)
-            smallest = tl.minimum(smallest, tl.where(more < found, x, float("inf")))
-    key_lo, key_hi = _key(tl.min(smallest)), _key(tl.max(largest))
-    base = (mass_hi * 17592186044416.0).to(tl.int64)
-    if top_k > 0:
-        left = (top_k - count_hi).to(tl.int64)
-        key_lo = _smallest_key(inside_ptr, held, found, top, key_lo, key_hi, left, False, RESIDENT, CAPACITY)
-        if top_p < 1.0:
-            key = key_lo.to(tl.int64)
-            ties = left - _above(inside_ptr, held, key, 0, key, found, top, False, RESIDENT, CAPACITY)[0]
-            above = _above(inside_ptr, held, key, 0, key, found, top, True, RESIDENT, CAPACITY)[0]
-            total = (base + above + ties * _mass(_value(key_lo), top)).to(tl.float32) * 2.0**-44
-    if top_p < 1.0:
-        limit = (top_p * total * 17592186044416.0).to(tl.int64) - base
-        key_lo = _smallest_key(inside_ptr, held, found, top, key_lo, key_hi, limit, True, RESIDENT, CAPACITY)
-    return _value(key_lo)
-
-
-@triton.jit
-def pivot_kernel(
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    bracket_ptr,
-    above_ptr,
-    inside_ptr,
-    found_ptr,
-    pivot_ptr,
-    vocab,
-    CAPACITY: tl.constexpr,
-):
-    """Grid (rows): the pivot of each filtered row."""
-    row = tl.program_id(0)
-    temperature = tl.load(temperature_ptr + row)
-    ranked, filtered = is_filtered(row, temperature, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
-    if filtered:
-        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-        top_k = tl.where(top_k < vocab, top_k, 0)
-        bracket_ptr += 8 * row
-        top = tl.load(bracket_ptr + 4)
-        pivot = float("-inf")
-        if ranked:
-            mass_hi, total = tl.load(bracket_ptr + 2), tl.load(bracket_ptr + 3)
-            count_hi = tl.load(above_ptr + 2 * row)
-            found = tl.load(found_ptr + row)
-            inside_ptr += row.to(tl.int64) * vocab
-            if found == 0:
-                pivot = tl.load(bracket_ptr)
-            elif found <= CAPACITY:
-                pivot = _pivot_inside(inside_ptr, found, top, top_k, top_p, count_hi, mass_hi, total, True, CAPACITY)
-            else:
-                pivot = _pivot_inside(inside_ptr, found, top, top_k, top_p, count_hi, mass_hi, total, False, CAPACITY)
-        if min_p > 0.0:
-            pivot = tl.maximum(pivot, top + log(min_p))
-        tl.store(pivot_ptr + row, pivot)

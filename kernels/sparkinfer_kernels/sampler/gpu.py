@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 import triton
 
-from sparkinfer_kernels.sampler.filter_kernels import bracket_kernel, collect_kernel, count_kernel, pivot_kernel
+from sparkinfer_kernels.sampler.filter_kernels import bracket_kernel, collect_kernel, count_kernel
 from sparkinfer_kernels.sampler.kernels import ban_kernel, draw_kernel, first_kernel, pick_kernel
 from sparkinfer_kernels.sampler.logprob_kernels import logprob_row_kernel, logprob_slice_kernel
+from sparkinfer_kernels.sampler.pivot_kernel import pivot_kernel
 
 MAX_TOP = 32
 """Most alternatives that `logprobs` reports."""
