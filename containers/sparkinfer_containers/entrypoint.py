@@ -23,8 +23,15 @@ _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 def find_model(name: str, revision: str, models: Path = MODELS) -> Path:
     """The model's folder: given, or fetched into `models` at a pinned revision. Raises ConfigError."""
     folder = Path(name)
-    if folder.is_dir():
-        return folder
+    try:
+        if folder.is_dir():
+            next(folder.iterdir(), None)
+            return folder
+    except PermissionError as error:
+        raise ConfigError(
+            f"SPARKINFER_MODEL={name}: the container's user ({os.getuid()}) may not read {error.filename}. On the host "
+            "give others the right to read (chmod -R o+rX) the folder that is mounted, or run the container with --user"
+        ) from error
     if name.startswith("/") or not _HUB_ID.match(name):
         raise ConfigError(
             f"SPARKINFER_MODEL={name!r} is no folder in this container: mount one "

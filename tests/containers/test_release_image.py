@@ -123,6 +123,7 @@ def pulled(pushed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A generated toy model, by a link as the workflow places a model that lies in the repository."""
     folder = tmp_path_factory.mktemp("models") / "generated"
+    folder.parent.chmod(0o755)  # the image's user is another one
     command = [sys.executable, str(ROOT / "models" / "generate.py"), "dense", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
@@ -229,6 +230,23 @@ def test_podman_runs_and_stops_the_image_by_its_own_digest(
             assert container.process.wait(10) == 0, log.read_text()[-2000:]
     left = subprocess.run([*podman, "ps", "--all", "--quiet"], capture_output=True, text=True, check=True)
     assert left.stdout == ""
+
+
+def test_model_that_the_images_user_may_not_read(image: Path, tmp_path: Path, podman: list[str]) -> None:
+    layout = Layout(image / "layout")
+    digest = layout.image().digest
+    engine, models = tmp_path / "engine", tmp_path / "models"
+    (models / "private").mkdir(parents=True)
+    (models / "private").chmod(0o700)
+    models.chmod(0o755)
+    daemon.load(layout, digest, "cpu", engine)
+    with start(
+        engine, tmp_path / "log", environment={"SPARKINFER_MODEL": "/models/private"}, models=models
+    ) as container:
+        assert container.process.wait(60) == 2
+    said = (tmp_path / "log").read_text()
+    assert "user (10001) may not read /models/private" in said
+    assert "Traceback" not in said
 
 
 def test_signal_to_the_init_ends_a_busy_server_cleanly(pulled: Path, model: Path, tmp_path: Path) -> None:
