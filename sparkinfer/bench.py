@@ -84,7 +84,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 def gpu_options(options: argparse.Namespace) -> GpuOptions:
     """What the flags say about a GPU's arithmetic."""
-    return GpuOptions(options.fast or options.prefill_fp8, options.fast, options.fast)
+    return GpuOptions(options.fast or options.prefill_fp8, options.fast, options.fast, fp8_head=options.fast)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -149,6 +149,13 @@ class Settings:
         where="GPU kernels, memory plan",
         choices="auto fp8",
     )
+    head_dtype: str = _setting(
+        "auto",
+        "The output matrix on a GPU: `auto` as it is stored, `fp8` keeps a 16-bit one in FP8 with a scale for each row, "
+        "which halves what each step reads for its logits.",
+        where="GPU kernels",
+        choices="auto fp8",
+    )
     state_dtype: str = _setting(
         "float32",
         "Recurrent states on a GPU. `bfloat16` halves their memory and traffic; the model's authors keep float32.",

@@ -18,6 +18,7 @@ class GpuOps:
     prepare_bf16: Op
     prepare_nvfp4: Op
     prepare_fp8_block: Op
+    prepare_fp8_rows: Op
     make_linear_workspace: Op
     linear: Op
     linear_swiglu: Op
@@ -77,6 +78,7 @@ def triton_ops() -> GpuOps:
         prepare_bf16=linear.prepare_bf16,
         prepare_nvfp4=linear.prepare_nvfp4,
         prepare_fp8_block=linear.prepare_fp8_block,
+        prepare_fp8_rows=linear.prepare_fp8_rows,
         make_linear_workspace=linear.make_workspace,
         linear=linear.linear,
         linear_swiglu=linear.linear_swiglu,

@@ -24,6 +24,7 @@ def gpu_options(settings: Settings) -> GpuOptions:
         fp8_prefill=settings.prefill_dtype == "fp8",
         fp8_kv=settings.kv_cache_dtype == "fp8",
         bf16_state=settings.state_dtype == "bfloat16",
+        fp8_head=settings.head_dtype == "fp8",
     )
 
 

@@ -133,9 +133,10 @@ class GpuWeights:
         fp8_prefill: bool,
         fp8_kv: bool,
         bf16_copy: bool = False,
+        fp8_head: bool = False,
     ) -> None:
         self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
-        self.fp8_prefill, self.fp8_kv, self.bf16_copy = fp8_prefill, fp8_kv, bf16_copy
+        self.fp8_prefill, self.fp8_kv, self.bf16_copy, self.fp8_head = fp8_prefill, fp8_kv, bf16_copy, fp8_head
         self.ghost = torch.empty(0, dtype=dtype, device=device)
         """Stands for an input that exists in FP8 alone."""
         self.workspace: Any = None
@@ -166,6 +167,15 @@ class GpuWeights:
     def projection(self, parts: Sequence[tuple[str, int]], columns: int) -> Projection:
         """Projections of the same input, (name, rows) each, as one; neighbours of one format are one weight."""
         return self.prepared([self.parts(name, rows, columns) for name, rows in parts])
+
+    def output_matrix(self, name: str, rows: int, columns: int) -> Projection:
+        """The matrix of the logits; in FP8 with a scale for each row where that is wanted and 16 bits are stored."""
+        part = self.parts(name, rows, columns)
+        if not self.fp8_head or not isinstance(part, torch.Tensor):
+            return self.prepared([part])
+        weight = self.ops.prepare_fp8_rows([part])
+        self._prepared.append(weight)
+        return Projection(self, [weight])
 
     def attention_projection(self, config: ModelConfig, prefix: str) -> Projection:
         """Queries | keys | gates | values: q_proj interleaves query and gate by head, here they come apart."""

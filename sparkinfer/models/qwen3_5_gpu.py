@@ -34,6 +34,8 @@ class GpuOptions:
     bf16_copy: bool = False
     """Passes of many rows multiply with a bf16 copy of NVFP4 weights instead of expanding them each time: the same
     numbers, for two more bytes a weight."""
+    fp8_head: bool = False
+    """The output matrix, where it is stored in 16 bits, is kept in FP8 with a scale for each row."""
 
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of the KV cache of a model of that dtype."""
@@ -239,12 +241,13 @@ class GpuModel:
         self.eps = config.rms_norm_eps
         weights = GpuWeights(
             source, device, dtype, ops, fp8_prefill=options.fp8_prefill, fp8_kv=options.fp8_kv,
-            bf16_copy=options.bf16_copy,
+            bf16_copy=options.bf16_copy, fp8_head=options.fp8_head,
         )  # fmt: skip
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = weights.get("model.embed_tokens.weight", vocab, hidden)
         tied = config.tie_word_embeddings
-        self.lm_head = weights.projection([("model.embed_tokens.weight" if tied else "lm_head.weight", vocab)], hidden)
+        head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        self.lm_head = weights.output_matrix(head, vocab, hidden)
         self.norm1 = weights.norm1("model.norm.weight", hidden)
         self.rotary = rotary_table(max_positions, config.rotary_dim, config.rope_theta, device)
         self.layers = [self._layer(number, weights) for number in range(config.num_layers)]

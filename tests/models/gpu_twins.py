@@ -32,6 +32,12 @@ def prepare_bf16(parts: list[torch.Tensor]) -> Plain:
     return Plain(torch.cat(list(parts)))
 
 
+def prepare_fp8_rows(parts: list[torch.Tensor]) -> Plain:
+    weight = torch.cat(list(parts))
+    scales = weight.float().abs().amax(1, keepdim=True) / 448
+    return Plain(((weight / scales).to(torch.float8_e4m3fn).float() * scales).to(weight.dtype))
+
+
 def linear(x: torch.Tensor, weight: Plain, workspace: Any, out: torch.Tensor | None = None) -> torch.Tensor:
     y = x @ weight.values.t()
     return y if out is None else out.copy_(y)
@@ -236,6 +242,7 @@ def twin_ops() -> GpuOps:
         prepare_bf16=prepare_bf16,
         prepare_nvfp4=lambda parts, gate_up=False, fp8=False: Plain(torch.cat([part.dequantise() for part in parts])),
         prepare_fp8_block=_nothing,
+        prepare_fp8_rows=prepare_fp8_rows,
         make_linear_workspace=_nothing,
         linear=linear,
         linear_swiglu=lambda x, weight, workspace, out, *fp8, **more: swiglu(linear(x, weight, None), out),

@@ -89,3 +89,16 @@ def test_weights_that_begin_anywhere_are_moved() -> None:
     odd, even = buffer[1:33], buffer[8:40]
     assert aligned(odd).data_ptr() % 16 == 0
     assert aligned(even).data_ptr() == even.data_ptr()
+
+
+def test_the_output_matrix_in_fp8_where_it_is_stored_in_16_bits() -> None:
+    weights = make(False)
+    weights.fp8_head = True
+    x = torch.randn(3, K, generator=torch.Generator().manual_seed(1))
+    exact = x @ weights.source.get("plain", (40, K)).t()
+    error = (weights.output_matrix("plain", 40, K)(Rows(x, None)) - exact).norm() / exact.norm()
+    assert 1e-3 < float(error) < 0.05
+    stored = x @ weights.source.get("quantised", (40, K)).t()
+    torch.testing.assert_close(weights.output_matrix("quantised", 40, K)(Rows(x, None)), stored)
+    weights.fp8_head = False
+    torch.testing.assert_close(weights.output_matrix("plain", 40, K)(Rows(x, None)), exact)

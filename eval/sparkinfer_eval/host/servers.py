@@ -76,7 +76,7 @@ def arguments_of(host: Host, engine: str, model: Path, port: int, column: str, e
             "m", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "16384",
             "--gpu-memory-utilization", "0.9", *_text_only(model), *extra,
         ]  # fmt: skip
-    fast = ["--prefill-dtype", "fp8", "--kv-cache-dtype", "fp8", "--state-dtype", "bfloat16"]
+    fast = ["--prefill-dtype", "fp8", "--kv-cache-dtype", "fp8", "--state-dtype", "bfloat16", "--head-dtype", "fp8"]
     return [
         sys.executable, "-m", "sparkinfer.cli", "serve", str(model), "--served-model-name", "m", "--port", str(port),
         "--device", "cuda", "--max-model-len", "16384", *(fast if column == "fast" else []), *extra,
