@@ -32,6 +32,7 @@ from sparkinfer.models.qwen3_5 import (
     DenseMlp,
     GatedDeltaNet,
     MoeMlp,
+    PackedWeight,
     Prefill,
     Weights,
 )
@@ -103,7 +104,7 @@ class _Observer:
         self._prefix = ""
         self.ops = dataclasses.replace(ops, linear=self.linear, moe=self.moe)
 
-    def watch(self, packed: torch.Tensor, *modules: str) -> None:
+    def watch(self, packed: PackedWeight, *modules: str) -> None:
         """Inputs of the product with `packed` belong to `modules`."""
         self._modules[id(packed)] = list(modules)
 
@@ -115,7 +116,7 @@ class _Observer:
         """The layer is done."""
         self._modules.clear()
 
-    def linear(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         """`Ops.linear`, observed."""
         modules = self._modules.get(id(packed), ())
         if modules:
@@ -126,11 +127,11 @@ class _Observer:
     def moe(
         self,
         x: torch.Tensor,
-        router: torch.Tensor,
+        router: PackedWeight,
         gate_up: torch.Tensor,
         down: torch.Tensor,
-        shared_gate_up: torch.Tensor,
-        shared_down: torch.Tensor,
+        shared_gate_up: PackedWeight,
+        shared_down: PackedWeight,
         top_k: int,
     ) -> torch.Tensor:
         """`Ops.moe` expert by expert, observed; experts share their magnitudes, as engines let them."""
@@ -224,7 +225,7 @@ def calibrate(
     return observer.found
 
 
-def _watch(observer: _Observer, packed: torch.Tensor, prefix: str, *names: str) -> None:
+def _watch(observer: _Observer, packed: PackedWeight, prefix: str, *names: str) -> None:
     observer.watch(packed, *(prefix + name for name in names))
 
 
