@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -105,6 +105,8 @@ def make_workspace(
         many = DECODE | DECODE_MANY if max_decode_rows > MANY_ROWS else DECODE
         decode_config = nearest(DECODE_FP8 if fp8_cache else many, arch)
     prefill_config = prefill_config or nearest(PREFILL, arch)
+    if arch // 10 != 9:
+        prefill_config = replace(prefill_config, wgmma=False)
     group, rows = heads // kv_heads, prefill_config.rows
     # One wave of programs where the rows allow it; half a row more each where they alone fill the GPU, so that
     # one long context among many short ones is still cut.
