@@ -7,6 +7,7 @@ Everything is done once more from an empty folder with empty download caches, ti
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -57,7 +58,7 @@ def measure(
     """
     scratch.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
-    begun = datetime.now(UTC)
+    begun, load = datetime.now(UTC), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="figures-", dir=scratch.absolute()) as name:
         folder = Path(name)
         folder.chmod(0o755)  # mmdebstrap's apt reads the packages as its own user
@@ -91,6 +92,7 @@ def measure(
         "measured": begun.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": command,
         "machine": machine_facts(),
+        "load_average": round(load, 2),
         "versions": _versions(),
         "seconds": seconds,
         "downloaded_bytes": downloaded,
@@ -122,6 +124,8 @@ def blocks(figures: dict[str, Any]) -> list[Block]:
                 f"Versions: {', '.join(f'{name} {version}' for name, version in sorted(versions.items()))}.",
                 f"Measured: {figures['measured']}, commit `{image['commit']}`.",
                 f"Command: `{figures['command']}`.",
+                # Absent from what was recorded before it was asked for.
+                *([f"Load average at the start: {load}."] if (load := figures.get("load_average")) is not None else []),
                 f"The second build has the same digest: {'yes' if figures['reproduced'] else 'no'}.",
                 f"Signed with trust level: {figures['trust']}.",
             ]
