@@ -2,7 +2,8 @@
 
 `python kernels/measure_linear.py [--out FOLDER] PART...`, parts: check, check_fp8, check_large, tune, table, large.
 Weights are random and several copies of them, larger together than the second-level cache, are used in turn in a graph.
-`tune` tries many launch parameters and writes those that won to FOLDER/tuned.json.
+`tune` tries many launch parameters and writes those that won to FOLDER/tuned.json. With SPARKINFER_NVFP4_ORDER=wgmma in
+the environment all of it is about the kernels for that order.
 """
 
 # ruff: noqa: B023 - every closure of a loop runs within its turn
@@ -15,7 +16,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from sparkinfer_kernels.linear.gpu import (
     prepare_nvfp4,
     quantise_rows,
 )
-from sparkinfer_kernels.linear.skinny import Config
+from sparkinfer_kernels.linear.skinny import Config, WgmmaConfig
 
 SHAPES = {
     "27B gate_up": (34816, 5120),
@@ -40,8 +41,10 @@ SHAPES = {
     "35B attn in": (9216, 2048),
 }
 """Projections as (N, K)."""
-ROWS = (1, 4, 8, 16, 32, 64)
-TUNED_ROWS = (1, 16, 32, 64)
+ROWS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 256)
+WGMMA = layout.ORDER == "wgmma"
+TOKENS = skinny.WGMMA_TOKENS if WGMMA else skinny.TOKENS
+TUNED_ROWS = (1, *TOKENS[1:])
 
 
 class Parts:
@@ -92,9 +95,7 @@ def copies(n: int, k: int) -> list[weights.Nvfp4Weight]:
     """The same weight several times, past the second-level cache."""
     one = prepare_nvfp4([Parts(n, k)])
     count = max(2, -(-300_000_000 // weight_bytes(n, k)))
-    more = [
-        weights.Nvfp4Weight(one.codes.clone(), one.scales.clone(), one.row_scales, one.shape) for _ in range(count - 1)
-    ]
+    more = [replace(one, codes=one.codes.clone(), scales=one.scales.clone()) for _ in range(count - 1)]
     return [one, *more]
 
 
@@ -108,18 +109,17 @@ def check() -> None:
     build_all()
     worst = 0.0
     for (n, k), m in itertools.product(
-        [(48, 208), (1544, 256), (96, 1024), (2064, 640), (5120, 6144)],
-        (1, 3, 8, 15, 32, 64, 150),
+        [(48, 208), (1544, 256), (2064, 640), (5120, 6144)],
+        (1, 8, 15, 32, 64, 150),
     ):
         parts = Parts(n, k)
         weight = prepare_nvfp4([parts])
         workspace = make_workspace([weight], 150)
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         expected = x.double() @ parts.plain().double().T
-        tokens = next((bm for bm in skinny.TOKENS if bm >= m), 64)
-        for shape, per_sm in itertools.product(tried(tokens)[::2], (0, 1)):
-            config = Config(*shape, per_sm)
-            if -(-k // 128) < config.kb:
+        tokens = next((bm for bm in TOKENS if bm >= m), TOKENS[-1])
+        for config in itertools.chain(*((replace(one, per_sm=0), one) for one in kernels(tokens)[::2])):
+            if not WGMMA and -(-k // 128) < config.kb:
                 continue
             out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
             skinny.product(x, weight, workspace.partials, workspace.counters, out, config=config)
@@ -139,25 +139,41 @@ TRIED = {
 """(WK, WN, RT, KB, stages), a digit each (g: 16), by token columns."""
 
 
-def tried(tokens: int) -> list[tuple[int, ...]]:
-    """The numbers of `TRIED`."""
-    return [tuple(int(digit, 17) for digit in word) for word in TRIED[tokens].split()]
+WGMMA_TRIED = {
+    8: "4123 4214 4223 4116 8114 8123 8214 8222 4413",
+    16: "4123 4214 4223 8114 8123 8214 8222",
+    32: "4115 4214 8114 8123 8213 8214 4413",
+    64: "4114 4214 8114 8213 8214 8412",
+    128: "4113 4213 8113 8114 8213 8214",
+}
+"""(warps, RT, columns / 128, stages)."""
 
 
-def candidates(tokens: int) -> list[Config]:
+def kernels(tokens: int) -> list[Config | WgmmaConfig]:
+    """Those of the kernel that the order of the weights takes, one program a multiprocessor."""
+    words = (WGMMA_TRIED if WGMMA else TRIED)[tokens].split()
+    values = [tuple(int(digit, 17) for digit in word) for word in words]
+    if not WGMMA:
+        return [Config(*one, 1) for one in values]
+    return [WgmmaConfig(warps, rt, columns * 128, stages, 1) for warps, rt, columns, stages in values]
+
+
+def candidates(tokens: int) -> list[Config | WgmmaConfig]:
     """Launch parameters worth trying: as many programs a multiprocessor as fit, and fewer."""
-    found = []
-    for wk, wn, rt, kb, stages in tried(tokens):
-        step = wk * kb * (wn * rt * 16 * 72 + tokens * 256)
-        fit = min(227 * 1024 // (step * stages + 1024), 48 // (wk * wn), 6)
-        for per_sm in {fit, max(1, fit * 2 // 3), max(1, fit // 2)}:
-            found.append(Config(wk, wn, rt, kb, stages, per_sm))
+    found: list[Config | WgmmaConfig] = []
+    for one in kernels(tokens):
+        if isinstance(one, WgmmaConfig):
+            size, warps = one.shared(tokens), one.warps
+        else:
+            size, warps = one.stages * one.wk * one.kb * (one.rows * 72 + tokens * 256), one.wk * one.wn
+        fit = min(227 * 1024 // (size + 1024), (32 if WGMMA else 48) // warps, 6)
+        found += [replace(one, per_sm=per_sm) for per_sm in {fit, max(1, fit * 2 // 3), max(1, fit // 2)} if fit]
     return found
 
 
-def _build(job: tuple[int, Sequence[Config]]) -> None:
+def _build(job: tuple[int, Sequence[Config | WgmmaConfig]]) -> None:
     tokens, configs = job
-    for k in (8192, 8320):
+    for k in (8192,) if WGMMA else (8192, 8320):
         weight = prepare_nvfp4([Parts(1024, k)])
         workspace = make_workspace([weight], 64)
         x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
@@ -170,7 +186,7 @@ def _build(job: tuple[int, Sequence[Config]]) -> None:
 def build_all() -> None:
     """Compile every kernel that will be checked or timed, in several processes."""
     jobs = []
-    for tokens in skinny.TOKENS:
+    for tokens in TOKENS:
         every = {replace(config, per_sm=1) for config in candidates(tokens)}
         ordered = sorted(every, key=str)
         jobs += [(tokens, ordered[start::4]) for start in range(4)]
@@ -191,11 +207,11 @@ def tune(out: Path) -> None:
         for m in TUNED_ROWS:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-            tokens = next(bm for bm in skinny.TOKENS if bm >= m)
+            tokens = next(bm for bm in TOKENS if bm >= m)
             results = []
             for config in candidates(tokens):
 
-                def run(index: int, config: Config = config) -> None:
+                def run(index: int, config: Config | WgmmaConfig = config) -> None:
                     weight = stack[index % len(stack)]
                     skinny.product(
                         x,
@@ -215,19 +231,19 @@ def tune(out: Path) -> None:
             line = f"{name:12} M {m:2}: {us:6.1f} us {rate:.2f} TB/s {_values(config)}"
             print(f"{line}; then {second}", flush=True)
             chosen.setdefault(str(tokens), []).append([n, k, *_values(config)])
-    (out / "tuned.json").write_text(json.dumps({skinny.architecture(0): {"nvfp4": chosen}}))
+    (out / "tuned.json").write_text(json.dumps({skinny.architecture(0): {"nvfp4_wgmma" if WGMMA else "nvfp4": chosen}}))
     (out / "every.json").write_text(json.dumps(every))
 
 
-def _values(config: Config) -> list[int]:
-    return [config.wk, config.wn, config.rt, config.kb, config.stages, config.per_sm]
+def _values(config: Config | WgmmaConfig) -> list[int]:
+    return list(astuple(config))
 
 
 def table() -> None:
-    """The tuned parameters at every number of rows."""
+    """The tuned parameters at every number of rows; beyond `ops.SLICED_ROWS` dequantised first."""
     for name, (n, k) in SHAPES.items():
         stack = copies(n, k)
-        workspace = make_workspace(stack[:1], 64)
+        workspace = make_workspace(stack[:1], max(ROWS))
         cells = []
         for m in ROWS:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
@@ -319,11 +335,11 @@ def check_fp8() -> None:
         workspace = make_workspace([row], m)
         x, y = (torch.randn(m, size, device="cuda", dtype=torch.bfloat16) for size in (k, n))
         for values in [
-            (4, 2, 1, 1, 4, 1),
-            (4, 1, 1, 1, 4, 1),
-            (2, 4, 1, 1, 4, 1),
             (1, 8, 1, 1, 4, 1),
             (1, 8, 2, 1, 3, 1),
+            (1, 8, 2, 1, 4, 1),
+            (1, 8, 4, 1, 2, 1),
+            (1, 4, 2, 1, 3, 2),
         ]:
             config = Config(*values)
 

@@ -1,27 +1,42 @@
 """Check and time the mixture of experts of `sparkinfer_kernels.moe` on a GPU, at the sizes of the 35B-A3B model.
 
-`python kernels/measure_moe.py PART...`, parts: check, few, many, library. Weights are random; several layers, larger
-together than the second-level cache, are used in turn in a graph. Bytes are those of the touched experts' stored
-weights, operations those of the pairs without padding; ceilings: 4.2 TB/s, 794 (bf16) TFLOP/s.
+`python kernels/measure_moe.py PART...`, parts: check, few, many, library and, with SPARKINFER_NVFP4_ORDER=wgmma in the
+environment (all of it then is about the kernels for that order), parts: the products alone with other parameters.
+Weights are random; several layers, larger together than the second-level cache, are used in turn in a graph. Bytes are
+those of the touched experts' stored weights, operations those of the pairs without padding; ceilings: 4.2 TB/s, 794
+(bf16) TFLOP/s.
 """
 
 # ruff: noqa: B023 - every closure of a loop runs within its turn
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from sparkinfer_kernels.moe import gpu, library
+from sparkinfer_kernels.linear import layout
+from sparkinfer_kernels.moe import gpu, items, library
+from sparkinfer_kernels.moe.items_workspace import Pipeline
 from sparkinfer_kernels.moe.weights import plain
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 512, 256, 8
 CONFIG = SimpleNamespace(num_experts=EXPERTS, experts_per_token=TOP_K, hidden_size=HIDDEN, moe_intermediate_size=INNER)
 EXPERT_BYTES = 3 * HIDDEN * INNER * 9 // 16
 DEVICE = torch.device("cuda")
+WGMMA = layout.ORDER == "wgmma"
+
+
+def prefer_nvfp4(always: bool) -> None:
+    """Whether passes of many tokens multiply NVFP4 experts as they are."""
+    gpu.NVFP4_TOKENS = items.NVFP4_TOKENS = 1 << 20 if always else 0
 
 
 class Parts:
@@ -114,11 +129,11 @@ def one_check(tokens: int, weights: gpu.MoeWeights, given: list[object], wide: s
     workspace = gpu.make_workspace(CONFIG, tokens, DEVICE)
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
     out = torch.full_like(x, float("nan"))
-    gpu.NVFP4_TOKENS = 1 << 20 if wide == "nvfp4" else 0
+    prefer_nvfp4(wide == "nvfp4")
     gpu.moe(x, weights, workspace, out)
     again = gpu.moe(x, weights, workspace)
     taken = None
-    if tokens > gpu.FEW_TOKENS:
+    if WGMMA or tokens > gpu.FEW_TOKENS:
         taken = workspace.chosen.view(-1, weights.slots)[:tokens, :TOP_K]
     right, ties = expected(x, given, taken)
     error = ((out.double() - right).norm() / right.norm()).item()
@@ -126,6 +141,18 @@ def one_check(tokens: int, weights: gpu.MoeWeights, given: list[object], wide: s
     print(f"check {wide} T={tokens}: {error:.2e}, {ties} ties, equal again {torch.equal(out, again)}", flush=True)
     if not error < limit or not torch.equal(out, again):
         raise SystemExit(f"T = {tokens}, {wide}: error {error:.2e} beyond {limit}, or two runs differ")
+
+
+def router(x: torch.Tensor, weights: gpu.MoeWeights, workspace: Any) -> None:
+    """Shares and lists alone."""
+    tokens = x.shape[0]
+    if WGMMA:
+        items.route(x, weights, workspace, *items.item_sizes(tokens, weights))
+    elif tokens <= gpu.FEW_TOKENS:
+        gpu.route_few(x, weights, workspace, tokens <= gpu.BY_TOKEN)
+    else:
+        bm = gpu.block_rows(tokens, TOP_K, EXPERTS)
+        gpu.sort(x, weights, workspace, bm, gpu.max_blocks(tokens * weights.slots, EXPERTS + 1, bm))
 
 
 def few() -> None:
@@ -137,14 +164,14 @@ def few() -> None:
         out = torch.empty_like(xs[0])
         touched = sum(len((x @ layers[0].router[:-1].t()).topk(TOP_K).indices.unique()) for x in xs) / len(xs) + 1
         us = median_us(lambda turn: gpu.moe(xs[turn % 12], layers[turn % 3], workspace, out), 36)
-        routed = median_us(lambda turn: gpu.route_few(xs[turn % 12], layers[turn % 3], workspace, tokens <= 8), 36)
+        routed = median_us(lambda turn: router(xs[turn % 12], layers[turn % 3], workspace), 36)
         rate = touched * EXPERT_BYTES / us / 1e6
         print(
             f"few T={tokens}: {us:.1f} us, {touched:.0f} experts, {rate:.2f} TB/s; router alone {routed:.1f} us",
             flush=True,
         )
-        for name in ("GATE_UP", "DOWN", "DOWN_SUM"):
-            if (name == "DOWN" and tokens <= 8) or (name == "DOWN_SUM" and tokens > 8):
+        for name in () if WGMMA else ("GATE_UP", "DOWN", "DOWN_SUM"):
+            if name == ("DOWN" if tokens <= gpu.BY_TOKEN else "DOWN_SUM"):
                 continue
             kept = getattr(gpu, name)
             for values in TRIED[name] if tokens in (1, 8, 32) else ():
@@ -162,6 +189,105 @@ TRIED = {
 """Other parameters of the pipelines: wk, wn, rt, kb, stages, programs for each multiprocessor."""
 
 
+def _build(job: tuple[str, int, bool, tuple[int, ...]]) -> None:
+    """Compile the product with these parameters: there are no items."""
+    wide, bm, gate_up, values = job
+    table = items.GATE_UP if gate_up else items.DOWN
+    table[wide, bm] = Pipeline(*values)
+    one = torch.ones(1 << 20, device="cuda")
+    n, k = (2 * INNER, HIDDEN) if gate_up else (HIDDEN, INNER)
+    kind = {"nvfp4": torch.int32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[wide]
+    with mock.patch.object(items, "_stored", return_value=(
+        one.view(kind), one.view(torch.int32) if wide == "nvfp4" else None, None if wide == "bf16" else one
+    )):  # fmt: skip
+        matrices = SimpleNamespace(shape=(1, n, k))
+        weights = SimpleNamespace(gate_up=matrices, down=matrices, slots=TOP_K + 1)
+        numbers = torch.zeros(1024, dtype=torch.int32, device="cuda")
+        lists = SimpleNamespace(block_expert=numbers, pairs=numbers, items=numbers)
+        x = torch.ones(64, k, device="cuda").to(torch.float8_e4m3fn if wide == "fp8" else torch.bfloat16)
+        out = torch.ones(64, HIDDEN, device="cuda").to(torch.bfloat16)
+        items._product(x, weights, lists, out, wide, bm, 4, gate_up, one if wide == "fp8" else None)  # type: ignore[arg-type]
+    torch.cuda.synchronize()
+
+
+def build_all(forms: list[tuple[str, int]]) -> None:
+    """Compile all tried sets of parameters in several processes."""
+    jobs = {
+        (*form, gate_up, (*values[:4], 1))
+        for form in forms
+        for gate_up in (True, False)
+        for values in [*ITEMS_TRIED[form], dataclasses.astuple(items.DOWN[form])]
+    }  # fmt: skip
+    with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 1)) as pool:
+        pool.map(_build, sorted(jobs), chunksize=1)
+
+
+def parts(tokens: int, wide: str, layers: list[gpu.MoeWeights]) -> None:
+    """The products alone with every tried set of parameters; lists and inputs are those of a whole block before."""
+    workspace = gpu.make_workspace(CONFIG, tokens, DEVICE)
+    x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
+    prefer_nvfp4(wide == "nvfp4")
+    gpu.moe(x, layers[0], workspace)
+    bm, most = items.item_sizes(tokens, layers[0])
+    touched = len(workspace.block_expert[: int(workspace.items)].unique())
+    width = {"nvfp4": 9 / 16, "bf16": 2.0, "fp8": 1.0}[wide]
+    for gate_up, table, n, k in ((True, items.GATE_UP, 2 * INNER, HIDDEN), (False, items.DOWN, HIDDEN, INNER)):
+        source, target = (x, workspace.inner) if gate_up else (workspace.inner, workspace.y)
+        scales = None
+        if wide == "fp8":
+            source, scales = source.to(torch.float8_e4m3fn), torch.ones(source.shape[0], device="cuda")
+        kept, cells = table[wide, bm], []
+        for values in ITEMS_TRIED[wide, bm]:
+            table[wide, bm] = Pipeline(*values)
+            us = median_us(
+                lambda turn: items._product(
+                    source, layers[turn % len(layers)], workspace, target, wide, bm, most, gate_up, scales
+                ),
+                12,
+                5,
+            )
+            cells.append((us, values))
+        table[wide, bm] = kept
+        cells.sort()
+        us, values = cells[0]
+        print(
+            f"{wide} T={tokens} BM {bm} {'gate_up' if gate_up else 'down'}: {us:.1f} us,"
+            f" {touched * n * k * width / us / 1e6:.2f} TB/s, {tokens * 18 * n * k / us / 1e6:.0f} TFLOP/s {values}; "
+            + ", ".join(f"{other:.1f} {tried}" for other, tried in cells[1:6]),
+            flush=True,
+        )
+
+
+ITEMS_TRIED = {
+    ("nvfp4", 8): [
+        (4, 1, 128, 4, 6), (4, 1, 128, 4, 4), (4, 1, 128, 4, 3), (4, 2, 128, 4, 4), (4, 2, 128, 4, 3),
+        (4, 2, 128, 4, 2), (4, 1, 256, 4, 4), (4, 1, 256, 2, 6), (4, 2, 128, 2, 6), (8, 1, 128, 4, 3),
+    ],
+    ("nvfp4", 16): [(4, 1, 128, 4, 4), (4, 2, 128, 4, 3), (4, 2, 128, 4, 2), (8, 1, 128, 4, 2), (8, 2, 128, 4, 1)],
+    ("nvfp4", 64): [(4, 2, 128, 4, 2), (8, 1, 128, 4, 2), (8, 1, 128, 2, 2), (8, 2, 128, 4, 1), (4, 1, 128, 4, 2)],
+    ("nvfp4", 128): [(8, 1, 128, 4, 1), (8, 1, 128, 2, 2), (8, 2, 128, 4, 1), (8, 2, 128, 2, 1)],
+    ("bf16", 16): [(4, 2, 64, 4, 3), (4, 2, 64, 4, 2), (4, 2, 128, 2, 3), (8, 1, 128, 4, 1), (8, 1, 64, 4, 2)],
+    ("bf16", 64): [(4, 2, 64, 4, 2), (8, 1, 64, 4, 2), (8, 1, 128, 2, 2), (8, 2, 64, 4, 1)],
+    ("bf16", 128): [(8, 1, 64, 3, 2), (8, 1, 64, 4, 1), (8, 1, 128, 2, 1), (8, 2, 64, 4, 1), (4, 2, 64, 2, 3)],
+    ("fp8", 64): [(4, 2, 128, 4, 2), (8, 1, 128, 4, 2), (8, 2, 128, 4, 1)],
+    ("fp8", 128): [(8, 1, 128, 3, 2), (8, 1, 128, 2, 3), (8, 2, 128, 4, 1), (4, 2, 128, 2, 3)],
+}  # fmt: skip
+"""Parameters of the products by form and pairs of an item: warps, rt, columns, stages, programs a multiprocessor."""
+
+
+def all_parts() -> None:
+    """Products of few and of many tokens."""
+    build_all(list(ITEMS_TRIED))
+    for wide, sizes in (
+        ("nvfp4", (1, 8, 32, 128, 1024, 2048, 8192)),
+        ("bf16", (128, 1024, 2048, 8192)),
+        ("fp8", (1024, 8192)),
+    ):
+        layers = [layer(wide)[0] for _ in range(3 if wide == "nvfp4" else 2)]
+        for tokens in sizes:
+            parts(tokens, wide, layers)
+
+
 def many() -> None:
     """Prompts: whole block in each form."""
     for wide in ("nvfp4", "bf16", "fp8"):
@@ -170,13 +296,13 @@ def many() -> None:
             workspace = gpu.make_workspace(CONFIG, tokens, DEVICE)
             x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
             out = torch.empty_like(x)
-            gpu.NVFP4_TOKENS = 1 << 20 if wide == "nvfp4" else 0
+            prefer_nvfp4(wide == "nvfp4")
             us = median_us(lambda turn: gpu.moe(x, layers[turn % 2], workspace, out), 4, 5)
-            bm = gpu.block_rows(tokens, TOP_K, EXPERTS)
-            blocks = gpu.max_blocks(tokens * 9, EXPERTS + 1, bm)
-            sort = median_us(lambda turn: gpu.sort(x, layers[turn % 2], workspace, bm, blocks), 4, 5)
+            sort = median_us(lambda turn: router(x, layers[turn % 2], workspace), 4, 5)
             rate = tokens * 9 * 6 * HIDDEN * INNER / us / 1e6
-            print(f"many {wide} T={tokens}: {us:.0f} us, {rate:.0f} TFLOP/s, sort {sort:.0f} us, BM {bm}", flush=True)
+            print(
+                f"many {wide} T={tokens}: {us:.0f} us, {rate:.0f} TFLOP/s, router and lists {sort:.0f} us", flush=True
+            )
 
 
 def compare_library() -> None:
@@ -198,13 +324,13 @@ def compare_library() -> None:
 
 
 def main() -> None:
-    parts = {"check": check, "few": few, "many": many, "library": compare_library}
+    given = {"check": check, "few": few, "many": many, "library": compare_library, "parts": all_parts}
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=parts)
+    parser.add_argument("parts", nargs="+", choices=given)
     torch.manual_seed(0)
     for part in parser.parse_args().parts:
         begin = time.monotonic()
-        parts[part]()
+        given[part]()
         print(f"{part}: {time.monotonic() - begin:.1f} s", flush=True)
 
 

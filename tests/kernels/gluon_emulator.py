@@ -24,11 +24,17 @@ class Pointer:
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.buffer, self.offset + other)
 
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.buffer.dtype)
+
     def read(self, mask: Any, other: Any) -> torch.Tensor:
         """Values where `mask`, `other` elsewhere; an access outside the buffer is an error."""
         offset, inside = torch.broadcast_tensors(self.offset, torch.as_tensor(True if mask is None else mask))
         self._check(offset, inside)
         values = self.buffer[torch.where(inside, offset, 0).long()]
+        if values.dtype == torch.float8_e4m3fn:  # torch has no `where` for it
+            return torch.where(inside, values.view(torch.uint8), 0).view(torch.float8_e4m3fn)
         return torch.where(inside, values, torch.as_tensor(other, dtype=self.buffer.dtype))
 
     def write(self, value: torch.Tensor, mask: Any) -> None:
@@ -44,24 +50,30 @@ class Pointer:
             raise IndexError(f"access to {int(used.min())} .. {int(used.max())} of {self.buffer.numel()} elements")
 
 
-class Shared:
-    """A buffer in shared memory with stages in its first dimension."""
-
-    def __init__(self, dtype: torch.dtype, shape: list[int]) -> None:
-        self.values = torch.empty(shape, dtype=dtype)
-
-    def index(self, slot: Any) -> Stage:
-        return Stage(self.values[int(slot)])
-
-
 class Stage:
-    """One stage."""
+    """A buffer in shared memory, or a part of it."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
 
     def load(self, _layout: Any) -> torch.Tensor:
         return self.values.clone()
+
+    def slice(self, start: int, length: int, dim: int) -> Stage:
+        return Stage(self.values.narrow(dim, start, length))
+
+    def permute(self, order: list[int]) -> Stage:
+        return Stage(self.values.permute(order))
+
+
+class Shared(Stage):
+    """One that a kernel allocates; it may have stages in its first dimension."""
+
+    def __init__(self, dtype: torch.dtype, shape: list[int]) -> None:
+        super().__init__(torch.empty(shape, dtype=dtype))
+
+    def index(self, slot: Any) -> Stage:
+        return Stage(self.values[int(slot)])
 
 
 class Copies:
@@ -157,9 +169,17 @@ def launch(
         else:
             given[name] = value
     # A Gluon value knows its layout under `type`, which is a method of torch tensors.
-    with mock.patch.object(torch.Tensor, "type", types.SimpleNamespace(layout=None)):
+    with (
+        mock.patch.object(torch.Tensor, "type", types.SimpleNamespace(layout=None)),
+        mock.patch.object(torch.Tensor, "expand_dims", torch.Tensor.unsqueeze, create=True),
+    ):
         for program in order([(i, j) for i in range(grid[0]) for j in range(grid[1])]):
             _bind(kernel.fn, _language(program, grid, asm), Copies(), {})(**given)
+
+
+def _operand(given: Any) -> torch.Tensor:
+    """Of a matrix instruction: in registers or in shared memory."""
+    return (given.values if isinstance(given, Stage) else given).float()
 
 
 def _bind(function: Any, language: Any, copies: Copies, known: dict[Any, Any]) -> Any:
@@ -174,8 +194,12 @@ def _bind(function: Any, language: Any, copies: Copies, known: dict[Any, Any]) -
             space[name] = language
         elif name == "async_copy":
             space[name] = copies
-        elif name in ("gdc_wait", "gdc_launch_dependents"):
+        elif name in ("gdc_wait", "gdc_launch_dependents", "fence_async_shared"):
             space[name] = lambda: None
+        elif name == "warpgroup_mma":
+            space[name] = lambda a, b, acc, **_: acc + _operand(a) @ _operand(b)
+        elif name == "warpgroup_mma_wait":
+            space[name] = lambda _outstanding, deps: deps[0]
         elif name == "mma_v2":
             space[name] = lambda a, b, acc: acc + a.float() @ b.float()
         elif hasattr(value, "arg_names") and hasattr(value, "fn"):

@@ -93,6 +93,34 @@ def test_skinny_fp8_kernel() -> None:
         assert used.count("HMMA") > 0
 
 
+WGMMA = {name: kind for name, kind in SKINNY.items() if name != "row_tiles"}
+
+
+def wgmma(tokens: int, n: int, k: int, activate: bool) -> KernelBuild:
+    p = skinny_launcher.wgmma_config(tokens, n, k)
+    constexprs = {"BM": tokens, "WARPS": p.warps, "RT": p.rt, "COLUMNS": p.columns, "STAGES": p.stages}
+    return KernelBuild(
+        "sparkinfer_kernels.linear.wgmma_kernel:nvfp4_wgmma_kernel",
+        WGMMA,
+        {**constexprs, "GATE_UP": activate, "ACTIVATE": activate, "PDL": True},
+        num_warps=p.warps,
+        divisible=("x_stride", "out_stride", "K"),
+        sass=True,
+    )
+
+
+def test_wgmma_kernel() -> None:
+    """Hopper only: expanded weights go from registers to the tensor core, x from shared memory."""
+    shapes = itertools.product(skinny_launcher.WGMMA_TOKENS, ((34816, 5120), (2048, 4096)))
+    builds = [wgmma(tokens, *shape, activate=index % 2 == 0) for index, (tokens, shape) in enumerate(shapes)]
+    for used in compile_kernels(builds):
+        print(used.build.constexprs, used.registers, used.spills, used.shared)
+        used.check(SHARED_LIMIT[90], 16)
+        assert used.count("HGMMA") > 0
+        assert used.count("LDSM") == used.count("HMMA") == 0
+        assert used.count("LDGSTS.E.BYPASS.128") > 0
+
+
 def test_plain_kernels() -> None:
     module = "sparkinfer_kernels.linear.triton_kernels:"
     dequantise = {
@@ -102,13 +130,6 @@ def test_plain_kernels() -> None:
         "out_ptr": "*bf16",
     }
     dequantise |= dict.fromkeys(("N", "K", "tiles"), "i32")
-    rows = {
-        "x_ptr": "*bf16",
-        "x_stride": "i32",
-        "values_ptr": "*fp8e4nv",
-        "scales_ptr": "*fp32",
-        "K": "i32",
-    }
     block = {
         "x_ptr": "*bf16",
         "x_stride": "i32",
@@ -130,17 +151,9 @@ def test_plain_kernels() -> None:
             KernelBuild(
                 module + "nvfp4_to_bf16_kernel",
                 dequantise,
-                {"GATE_UP": True, "TILES": 4},
+                {"GATE_UP": True, "TILES": 4, "WGMMA": arch == 90},
                 arch,
                 divisible=("N", "K"),
-            ),
-            KernelBuild(
-                module + "quantise_rows_kernel",
-                rows,
-                {"BLOCK": 8192},
-                arch,
-                num_warps=16,
-                divisible=("x_stride", "K"),
             ),
             KernelBuild(
                 module + "fp8_block_kernel",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-from sparkinfer_kernels.linear import skinny, weights
+from sparkinfer_kernels.linear import layout, skinny, weights
 from sparkinfer_kernels.linear.gpu import (
     linear,
     linear_swiglu,
@@ -17,6 +17,14 @@ from sparkinfer_kernels.linear.gpu import (
 from test_linear import Parts, plain, random_parts
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=["mma", "wgmma"], autouse=True)
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both orders of NVFP4 weights, each with its kernels."""
+    if request.param == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma needs an sm_90 GPU")
+    monkeypatch.setattr(layout, "ORDER", request.param)
 
 
 def on_gpu(n: int, k: int, factor: float, seed: int) -> tuple[Parts, torch.Tensor]:
@@ -76,17 +84,18 @@ def test_every_tuned_set_of_parameters() -> None:
     parts, matrix = on_gpu(2064, 640, 2e-4, seed=3)
     weight = prepare_nvfp4([parts])
     workspace = make_workspace([weight], 64)
-    for form in skinny._table().values():
-        for tokens, rows in form["nvfp4"].items():
-            x = torch.randn(tokens - 1, 640, device="cuda").to(torch.bfloat16)
-            for config, per_sm in itertools.product({row[2] for row in rows}, (0, 1, 5)):
-                out = torch.full((tokens - 1, 2064), float("nan"), device="cuda", dtype=torch.bfloat16)
-                skinny.product(
-                    x,
-                    weight,
-                    workspace.partials,
-                    workspace.counters,
-                    out,
-                    config=skinny.Config(config.wk, config.wn, config.rt, config.kb, config.stages, per_sm),
-                )
-                assert off(out, x.double() @ matrix.T) < 4e-3, (tokens, config, per_sm)
+    for tokens, config in every_config():
+        x = torch.randn(tokens - 1, 640, device="cuda").to(torch.bfloat16)
+        for per_sm in (0, 1, 5):
+            out = torch.full((tokens - 1, 2064), float("nan"), device="cuda", dtype=torch.bfloat16)
+            chosen = replace(config, per_sm=per_sm)
+            skinny.product(x, weight, workspace.partials, workspace.counters, out, config=chosen)
+            assert off(out, x.double() @ matrix.T) < 4e-3, (tokens, chosen)
+
+
+def every_config() -> set[tuple[int, skinny.Config | skinny.WgmmaConfig]]:
+    """(rows of x, parameters) of the table."""
+    if layout.ORDER == "wgmma":
+        stored = skinny._stored()["sm_90"]["nvfp4_wgmma"].items()
+        return {(int(tokens), skinny.WgmmaConfig(*row[2:])) for tokens, rows in stored for row in rows}
+    return {(tokens, row[2]) for tokens, rows in skinny._table()["sm_90"]["nvfp4"].items() for row in rows}

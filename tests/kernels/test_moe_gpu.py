@@ -7,9 +7,19 @@ from unittest import mock
 import pytest
 import torch
 from moe_cases import CASES, Case, make_case, off
-from sparkinfer_kernels.moe import gpu
+from sparkinfer_kernels.linear import layout
+from sparkinfer_kernels.moe import gpu, items
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=["mma", "wgmma"], autouse=True)
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both orders of NVFP4 weights, each with its kernels."""
+    if request.param == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma needs an sm_90 GPU")
+    monkeypatch.setattr(layout, "ORDER", request.param)
+
 
 REAL = {"hidden": 2048, "experts": 256, "inner": 512, "top_k": 8}
 LARGE = [
@@ -26,7 +36,8 @@ def test_against_fp64_and_captured(case: Case) -> None:
     made = make_case(case, "cuda")
     workspace = gpu.make_workspace(made.config, case.tokens + 3, made.x.device)
     out = torch.full_like(made.x, float("nan"))
-    with mock.patch.object(gpu, "NVFP4_TOKENS", 1 << 20 if case.wide == "nvfp4" else 0):
+    most = 1 << 20 if case.wide == "nvfp4" else 0
+    with mock.patch.object(gpu, "NVFP4_TOKENS", most), mock.patch.object(items, "NVFP4_TOKENS", most):
         gpu.moe(made.x, made.weights, workspace, out)
         torch.cuda.synchronize()
         assert off(out, made.expected) < case.limit

@@ -1,4 +1,4 @@
-"""Launchers of the plain Triton kernels around the projections: dequantising, row quantisation, FP8 block products."""
+"""Launchers of the plain Triton kernels around the projections: dequantising, FP8 block products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 
 from sparkinfer_kernels.linear import triton_kernels as kernels
-from sparkinfer_kernels.linear.weights import FP8, FP8_BLOCK, Fp8BlockWeight, Nvfp4Weight
+from sparkinfer_kernels.linear.weights import FP8_BLOCK, Fp8BlockWeight, Nvfp4Weight
 
 DEQUANTISE_TILES = 4
 """64-column tiles of one program."""
@@ -31,20 +31,9 @@ def nvfp4_to_bf16(weight: Nvfp4Weight, out: torch.Tensor) -> None:
         tiles,
         GATE_UP=weight.gate_up,
         TILES=DEQUANTISE_TILES,
+        WGMMA=weight.order == "wgmma",
         num_warps=4,
     )
-
-
-def quantise_rows(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """See `ops.quantise_rows`."""
-    m, k = x.shape
-    if values.shape != (m, k) or values.dtype != FP8 or scales.shape != (m,) or not values.is_contiguous():
-        raise ValueError(f"values must be contiguous e4m3 {(m, k)} and scales fp32 {(m,)}, got {tuple(values.shape)}")
-    if m:
-        block = triton.next_power_of_2(k)
-        kernels.quantise_rows_kernel[(m,)](
-            x, x.stride(0), values, scales, k, BLOCK=block, num_warps=min(16, max(1, block // 512))
-        )
 
 
 def product_fp8_block(x: torch.Tensor, weight: Fp8BlockWeight, out: torch.Tensor) -> torch.Tensor:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkinfer_kernels.linear import dequantise, skinny
+from sparkinfer_kernels.linear import dequantise, layout, skinny
 from sparkinfer_kernels.linear.weights import FP8, Bf16Weight, Fp8BlockWeight, Fp8RowWeight, Nvfp4Weight, Weight
-from sparkinfer_kernels.rms_norm.gpu import swiglu
+from sparkinfer_kernels.rms_norm.gpu import quantise_rows, swiglu
 
 SKINNY_ROWS = 64
 """Up to this many rows the quantised weight is read once and dequantised in registers."""
 SLICED_ROWS = 192
-"""Up to this many rows an NVFP4 weight without an FP8 copy is used so, once for every 64 rows: dequantising it into
-memory first would take longer."""
+"""Up to this many rows an NVFP4 weight without an FP8 copy is used so, once for every 64 rows (128 in order "wgmma"):
+dequantising it into memory first would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def make_workspace(weights: Iterable[Weight], rows: int) -> Workspace:
     gate_up = max((w.shape[0] for w in nvfp4 if many and w.gate_up), default=0)
     fp8 = max((w.shape[1] for w in given if many and _fp8_copy(w) is not None), default=0)
     return Workspace(
-        partials=torch.empty(skinny.PARTIALS, dtype=torch.float32, device=device),
+        partials=torch.empty(skinny.PARTIALS[layout.ORDER], dtype=torch.float32, device=device),
         counters=torch.zeros(skinny.COUNTERS, dtype=torch.int32, device=device),
         dequantised=torch.empty(scratch, dtype=torch.bfloat16, device=device),
         gate_up=torch.empty(rows * gate_up, dtype=torch.bfloat16, device=device),
@@ -148,17 +148,6 @@ def linear_swiglu(
     both = linear(x, weight, workspace, _scratch(workspace.gate_up, m, n), x_fp8, x_scale)
     swiglu(both, out=None if fp8 is not None else out, fp8=fp8)
     return out
-
-
-def quantise_rows(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """Quantise activations to e4m3 with one scale a row, amax / 448.
-
-    Args:
-        x: [M, K] bf16, rows contiguous.
-        values: [M, K] float8_e4m3fn, written.
-        scales: [M] fp32, written: x = values * scales.
-    """
-    dequantise.quantise_rows(x, values, scales)
 
 
 def _in_registers(weight: Weight, m: int) -> bool:

@@ -1,7 +1,8 @@
 """Products with few rows: launches the memory-bound kernels with the parameters measured for each shape.
 
-`tuned.json` holds, by architecture, weight format ("nvfp4", "fp8") and number of token columns, rows [N, K, parameters]
-of measured shapes; a product takes the parameters of the nearest shape. Nothing is tuned at run time.
+`tuned.json` holds, by architecture, weight format ("nvfp4", "fp8", and "nvfp4_wgmma" for weights in that order) and
+number of token columns, rows [N, K, parameters] of shapes; a product takes the parameters of the nearest shape. Nothing
+is tuned at run time.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import torch
 from sparkinfer_kernels.linear.skinny_fp8_kernel import fp8_skinny_kernel
 from sparkinfer_kernels.linear.skinny_kernel import nvfp4_skinny_kernel
 from sparkinfer_kernels.linear.weights import Fp8BlockWeight, Fp8RowWeight, Nvfp4Weight
+from sparkinfer_kernels.linear.wgmma_kernel import nvfp4_wgmma_kernel
 
-PARTIALS = 1 << 24
-"""fp32 elements of a workspace for partial sums."""
+PARTIALS = {"mma": 1 << 24, "wgmma": 1 << 25}
+"""fp32 elements of a workspace for partial sums, by the order of the weights."""
 COUNTERS = 1 << 14
 PDL = True
 """Programmatic dependent launch: the first weights are fetched while the kernel before still runs."""
 TOKENS = (8, 16, 32, 64)
 """Token columns that a kernel is built for."""
+WGMMA_TOKENS = (*TOKENS, 128)
+"""The same for weights in that order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,27 @@ class Config:
         return self.wn * self.rt * 16
 
 
+@dataclass(frozen=True, slots=True)
+class WgmmaConfig:
+    """Parameters of `nvfp4_wgmma_kernel`."""
+
+    warps: int
+    rt: int
+    columns: int
+    stages: int
+    per_sm: int
+    """Programs for each multiprocessor; 0 for one program a block."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight that one block handles."""
+        return self.warps * self.rt * 16
+
+    def shared(self, tokens: int) -> int:
+        """Bytes of the stages in shared memory."""
+        return self.stages * self.columns * (self.rows * 9 // 16 + tokens * 2)
+
+
 FALLBACK = Config(wk=4, wn=1, rt=1, kb=1, stages=3, per_sm=0)
 SHARED = {"sm_90": 227 * 1024}
 """Bytes of shared memory for a block; 99 KiB elsewhere."""
@@ -54,15 +79,30 @@ ROW_BYTES = {"nvfp4": 72, "fp8": 128}
 
 
 @cache
-def _table() -> dict[str, dict[str, dict[int, list[tuple[int, int, Config]]]]]:
+def _stored() -> dict[str, dict[str, dict[str, list[list[int]]]]]:
+    stored: dict[str, dict[str, dict[str, list[list[int]]]]]
     stored = json.loads(Path(__file__).with_name("tuned.json").read_text())
+    return stored
+
+
+@cache
+def _table() -> dict[str, dict[str, dict[int, list[tuple[int, int, Config]]]]]:
     return {
         arch: {
             form: {int(bm): [(n, k, Config(*values)) for n, k, *values in rows] for bm, rows in by_tokens.items()}
             for form, by_tokens in forms.items()
+            if form != "nvfp4_wgmma"
         }
-        for arch, forms in stored.items()
+        for arch, forms in _stored().items()
     }
+
+
+@cache
+def wgmma_config(tokens: int, n: int, k: int) -> WgmmaConfig:
+    """Parameters of the nearest shape in the table."""
+    rows = _stored()["sm_90"]["nvfp4_wgmma"][str(tokens)]
+    nearest = min(rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1])))
+    return WgmmaConfig(*nearest[2:])
 
 
 @cache
@@ -102,7 +142,7 @@ def product(
     counters: torch.Tensor,
     out: torch.Tensor,
     activate: bool = False,
-    config: Config | None = None,
+    config: Config | WgmmaConfig | None = None,
 ) -> None:
     """x @ weight.T, reading the weight once for every 64 rows; SwiGLU of the two halves with `activate`.
 
@@ -114,9 +154,14 @@ def product(
         config: other parameters than the tuned ones (for measuring).
     """
     m, (n, k) = x.shape[0], weight.shape
+    index = torch.cuda.current_device() if x.device.index is None else x.device.index
+    if isinstance(weight, Nvfp4Weight) and weight.order == "wgmma":
+        assert config is None or isinstance(config, WgmmaConfig)
+        _product_wgmma(x, weight, partials, counters, out, activate, config, index)
+        return
+    assert config is None or isinstance(config, Config)
     tokens = next((bm for bm in TOKENS if bm >= m), TOKENS[-1])
     token_blocks = -(-m // tokens)
-    index = torch.cuda.current_device() if x.device.index is None else x.device.index
     form = "nvfp4" if isinstance(weight, Nvfp4Weight) else "fp8"
     chosen = config or config_for(architecture(index), form, tokens, n, k)
     row_tiles = -(-n // 16)
@@ -124,12 +169,7 @@ def product(
     columns = -(-k // 128)
     pieces = blocks * -(-columns // (chosen.wk * chosen.kb))
     programs = min(pieces, chosen.per_sm * multiprocessors(index) or blocks)
-    needed = token_blocks * programs * 2 * chosen.rows * tokens
-    if programs != blocks and (needed > partials.numel() or token_blocks * blocks > counters.numel()):
-        raise ValueError(
-            f"partial sums of {needed} elements in {blocks} blocks exceed the workspace ({partials.numel()},"
-            f" {counters.numel()}): fewer programs for N = {n} are needed in tuned.json"
-        )
+    _check_workspace(partials, counters, token_blocks, programs, blocks, chosen.rows * tokens, n)
     shared = (out, out.stride(0), partials, counters, m, n, k)
     parameters: dict[str, Any] = {
         "BM": tokens,
@@ -170,4 +210,63 @@ def product(
         *shared,
         BLOCKS=by_block,
         **parameters,
+    )
+
+
+def _check_workspace(
+    partials: torch.Tensor, counters: torch.Tensor, token_blocks: int, programs: int, blocks: int, tile: int, n: int
+) -> None:
+    needed = token_blocks * programs * 2 * tile
+    if programs != blocks and (needed > partials.numel() or token_blocks * blocks > counters.numel()):
+        raise ValueError(
+            f"partial sums of {needed} elements in {blocks} blocks exceed the workspace ({partials.numel()},"
+            f" {counters.numel()}): fewer programs for N = {n} are needed in tuned.json"
+        )
+
+
+def _product_wgmma(
+    x: torch.Tensor,
+    weight: Nvfp4Weight,
+    partials: torch.Tensor,
+    counters: torch.Tensor,
+    out: torch.Tensor,
+    activate: bool,
+    config: WgmmaConfig | None,
+    index: int,
+) -> None:
+    if architecture(index) != "sm_90":
+        raise ValueError(
+            f"weights in the order of wgmma need an sm_90 GPU, not {architecture(index)}: unset SPARKINFER_NVFP4_ORDER"
+        )
+    m, (n, k) = x.shape[0], weight.shape
+    tokens = next((bm for bm in WGMMA_TOKENS if bm >= m), WGMMA_TOKENS[-1])
+    token_blocks = -(-m // tokens)
+    chosen = config or wgmma_config(tokens, n, k)
+    blocks = -(-n // chosen.rows)
+    pieces = blocks * -(-k // chosen.columns)
+    programs = min(pieces, chosen.per_sm * multiprocessors(index) or blocks)
+    _check_workspace(partials, counters, token_blocks, programs, blocks, chosen.rows * tokens, n)
+    nvfp4_wgmma_kernel[(token_blocks, programs)](
+        x,
+        x.stride(0),
+        weight.codes.view(torch.int32),
+        weight.scales.view(torch.int32),
+        weight.row_scales,
+        out,
+        out.stride(0),
+        partials,
+        counters,
+        m,
+        n,
+        k,
+        BM=tokens,
+        WARPS=chosen.warps,
+        RT=chosen.rt,
+        COLUMNS=chosen.columns,
+        STAGES=chosen.stages,
+        GATE_UP=weight.gate_up,
+        ACTIVATE=activate,
+        PDL=PDL,
+        launch_pdl=PDL,
+        num_warps=chosen.warps,
     )

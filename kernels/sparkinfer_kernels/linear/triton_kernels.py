@@ -14,11 +14,17 @@ def _product(pair, high: tl.constexpr, scale, row_scale):
 
 
 @triton.jit
-def _row(first, second, scale, row_scale):
-    """[.., 4] words of pairs for h = 0 and 1 -> [.., 4, h, i]."""
+def _row(first, second, scale, row_scale, TILES: tl.constexpr, WGMMA: tl.constexpr):
+    """[TILES, 32, 4] words of pairs for h = 0 and 1 -> [TILES, 8, 64] bf16."""
     low = tl.join(_product(first, False, scale, row_scale), _product(first, True, scale, row_scale))
     high = tl.join(_product(second, False, scale, row_scale), _product(second, True, scale, row_scale))
-    return tl.permute(tl.join(low, high), (0, 1, 2, 4, 3))
+    values = tl.join(low, high)
+    if WGMMA:
+        # [g, t, s, i, h] -> [g, s, h, t, i]
+        values = tl.permute(values.reshape(TILES, 8, 4, 4, 2, 2), (0, 1, 3, 5, 2, 4))
+    else:
+        values = tl.permute(values, (0, 1, 2, 4, 3))
+    return values.reshape(TILES, 8, 64)
 
 
 @triton.jit
@@ -32,8 +38,9 @@ def nvfp4_to_bf16_kernel(
     tiles,
     GATE_UP: tl.constexpr,
     TILES: tl.constexpr,
+    WGMMA: tl.constexpr,
 ):
-    """One row tile and TILES column tiles of `layout.py` to plain rows."""
+    """One row tile and TILES column tiles of `layout.py` (WGMMA: order "wgmma") to plain rows."""
     row_tile = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     inside = tile < tiles
@@ -41,10 +48,18 @@ def nvfp4_to_bf16_kernel(
     word = tl.arange(0, 4)
     at = (row_tile * tiles + tile)[:, None, None] * 128 + lane[None, :, None] * 4 + word[None, None, :]
     w = tl.load(codes_ptr + at, mask=inside[:, None, None], other=0)
-    at = (row_tile * (tiles // 2) + tile // 2)[:, None] * 32 + lane[None, :]
-    scale = tl.load(scales_ptr + at, mask=inside[:, None], other=0) >> ((tile % 2) * 16)[:, None]
-    scale_0 = ((((scale & 0xFF) << 4) + 0x6F80) << 16).to(tl.float32, bitcast=True)[:, :, None]
-    scale_1 = (((((scale >> 8) & 0xFF) << 4) + 0x6F80) << 16).to(tl.float32, bitcast=True)[:, :, None]
+    if WGMMA:
+        at = (row_tile * tiles + tile)[:, None, None] * 16 + lane[None, :, None] // 4 * 2 + word[None, None, :] // 2
+        scale = tl.load(scales_ptr + at, mask=inside[:, None, None], other=0)
+        scale = tl.where(word[None, None, :] % 2 == 0, scale, ((scale >> 8) & 0x00FFFFFF) | (scale << 24))
+        scale = (scale & 0x0FF00FF0) | 0x60006000
+        scale_0 = (scale << 16).to(tl.float32, bitcast=True)
+        scale_1 = (scale & -65536).to(tl.float32, bitcast=True)
+    else:
+        at = (row_tile * (tiles // 2) + tile // 2)[:, None] * 32 + lane[None, :]
+        scale = tl.load(scales_ptr + at, mask=inside[:, None], other=0) >> ((tile % 2) * 16)[:, None]
+        scale_0 = ((((scale & 0xFF) << 4) + 0x6F80) << 16).to(tl.float32, bitcast=True)[:, :, None]
+        scale_1 = (((((scale >> 8) & 0xFF) << 4) + 0x6F80) << 16).to(tl.float32, bitcast=True)[:, :, None]
     row_scale_0 = tl.load(row_scales_ptr + row_tile * 16 + lane // 4)[None, :, None]
     row_scale_1 = tl.load(row_scales_ptr + row_tile * 16 + 8 + lane // 4)[None, :, None]
     # -0x7E3F7E40 is 0x81C081C0 and -0x7FFF8000 is 0x80008000 as int32
@@ -52,8 +67,8 @@ def nvfp4_to_bf16_kernel(
     p1 = (w << 3) & -0x7E3F7E40
     p2 = ((w & 0x40074007) * 66) & -0x7E3F7E40
     p3 = ((w >> 3) & 0x01C001C0) | ((w << 2) & -0x7FFF8000)
-    upper = _row(p0, p2, scale_0, row_scale_0).reshape(TILES, 8, 64)
-    lower = _row(p1, p3, scale_1, row_scale_1).reshape(TILES, 8, 64)
+    upper = _row(p0, p2, scale_0, row_scale_0, TILES, WGMMA)
+    lower = _row(p1, p3, scale_1, row_scale_1, TILES, WGMMA)
     g = tl.arange(0, 8)
     if GATE_UP:
         row_0 = row_tile * 8 + g
@@ -66,20 +81,6 @@ def nvfp4_to_bf16_kernel(
     row_1 = row_1[None, :, None]
     tl.store(out_ptr + row_0 * K + column, upper, mask=(row_0 < N) & (column < K))
     tl.store(out_ptr + row_1 * K + column, lower, mask=(row_1 < N) & (column < K))
-
-
-@triton.jit
-def quantise_rows_kernel(x_ptr, x_stride, values_ptr, scales_ptr, K, BLOCK: tl.constexpr):
-    """One row: scale = amax / 448 (1 for zeros), values = x / scale as e4m3."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < K
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    amax = tl.max(tl.abs(x), 0)
-    scale = tl.where(amax > 0, amax / 448.0, 1.0)
-    q = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
-    tl.store(values_ptr + row * K + column, q.to(tl.float8e4nv), mask=inside)
-    tl.store(scales_ptr + row, scale)
 
 
 @triton.jit

@@ -88,13 +88,15 @@ class Nvfp4Weight:
     codes: torch.Tensor
     """[ceil(N / 16), Kp / 64, 32, 16] uint8, Kp = K rounded up to 128."""
     scales: torch.Tensor
-    """[ceil(N / 16), Kp / 128, 32, 4] uint8."""
+    """[ceil(N / 16), Kp / 128, 32, 4] uint8; in order "wgmma" [ceil(N / 16), Kp / 64, 8, 8]."""
     row_scales: torch.Tensor
     """[N padded to 16] fp32: each row's global scale times `layout.ROW_FACTOR`."""
     shape: tuple[int, int]
     """(N, K)."""
     gate_up: bool = False
     """Rows are stored as `layout.interleave` orders them; outputs are [gate | up] all the same."""
+    order: str = "mma"
+    """Of the columns, see `layout.py`."""
     fp8: Fp8RowWeight | None = None
     """Copy for many rows (rows in the order of the outputs), or None: dequantise to bf16 for each product."""
 
@@ -152,8 +154,8 @@ def prepare_nvfp4(parts: Sequence[Nvfp4Parts], gate_up: bool = False, fp8: bool 
         packed, scales, factors = (layout.interleave(one) for one in (packed, scales, factors))
     codes, bits = _pack(packed, scales)
     row_scales = factors.new_zeros(layout.padded(n, layout.TILE_ROWS))
-    row_scales[:n] = factors * layout.ROW_FACTOR
-    return Nvfp4Weight(codes, bits, row_scales, (n, k), gate_up, copy)
+    row_scales[:n] = factors * layout.ROW_FACTOR[layout.ORDER]
+    return Nvfp4Weight(codes, bits, row_scales, (n, k), gate_up, layout.ORDER, copy)
 
 
 def prepare_fp8_rows(parts: Sequence[torch.Tensor], mantissa: float | None = None) -> Fp8RowWeight:
@@ -242,7 +244,10 @@ def _pack(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tor
     rows, columns = layout.padded(n, layout.TILE_ROWS), layout.padded(k, layout.SCALE_COLUMNS)
     tiles = rows // layout.TILE_ROWS
     codes = packed.new_empty(tiles, columns // layout.TILE_COLUMNS, 32, 16)
-    bits = packed.new_empty(tiles, columns // layout.SCALE_COLUMNS, 32, 4)
+    shape = (
+        (columns // layout.SCALE_COLUMNS, 32, 4) if layout.ORDER == "mma" else (columns // layout.TILE_COLUMNS, 8, 8)
+    )
+    bits = packed.new_empty(tiles, *shape)
     for piece in _pieces(n, k):
         size = layout.padded(piece.stop - piece.start, layout.TILE_ROWS)
         code = packed.new_zeros(size, columns // 2)
@@ -250,6 +255,6 @@ def _pack(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tor
         code[: piece.stop - piece.start, : k // 2] = packed[piece]
         scale[: piece.stop - piece.start, : k // layout.BLOCK] = scales[piece]
         target = slice(piece.start // layout.TILE_ROWS, piece.start // layout.TILE_ROWS + size // layout.TILE_ROWS)
-        codes[target] = layout.pack_codes(code, scale == 0)
-        bits[target] = layout.pack_scales(scale.view(FP8))
+        codes[target] = layout.pack_codes(code, scale == 0, layout.ORDER)
+        bits[target] = layout.pack_scales(scale.view(FP8), layout.ORDER)
     return codes, bits

@@ -7,7 +7,8 @@
   expert, SwiGLU in its epilogue; the down product; the weighted sum.
 
 NVFP4 experts are expanded in registers, exactly (`linear/layout.py`); above `NVFP4_TOKENS` tokens a bf16 or FP8 copy is
-used where `prepare_moe` has made one. Sums have one order, whatever else is in the batch.
+used where `prepare_moe` has made one. Sums have one order, whatever else is in the batch. Weights in order "wgmma" go
+through `items.py` instead.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from sparkinfer_kernels.linear.dequantise import quantise_rows
-from sparkinfer_kernels.moe import kernels, prefill_kernels
+from sparkinfer_kernels.linear import layout
+from sparkinfer_kernels.moe import items, kernels, prefill_kernels
+from sparkinfer_kernels.moe.items_workspace import ItemWorkspace, make_item_workspace
 from sparkinfer_kernels.moe.skinny_kernel import nvfp4_experts_kernel
 from sparkinfer_kernels.moe.weights import ExpertMatrices, MoeWeights, Nvfp4Experts, prepare_moe
 from sparkinfer_kernels.moe.workspace import (
@@ -34,20 +36,30 @@ from sparkinfer_kernels.moe.workspace import (
     ROUTER_ROWS,
     ROUTER_SPLIT,
     ROUTER_TOKENS,
+    MoeConfig,
     Pipeline,
     Tile,
     Workspace,
     block_rows,
-    make_workspace,
     max_blocks,
     tile_for,
 )
+from sparkinfer_kernels.moe.workspace import make_workspace as make_mma_workspace
 from sparkinfer_kernels.programmatic import PDL
+from sparkinfer_kernels.rms_norm.gpu import quantise_rows
 
 __all__ = ["ExpertMatrices", "MoeWeights", "Nvfp4Experts", "Workspace", "make_workspace", "moe", "prepare_moe"]
 
 
-def moe(x: torch.Tensor, weights: MoeWeights, workspace: Workspace, out: torch.Tensor | None = None) -> torch.Tensor:
+def make_workspace(config: MoeConfig, rows: int, device: torch.device) -> Workspace | ItemWorkspace:
+    """Scratch memory for passes of up to `rows` rows, for weights in the order `layout.ORDER`."""
+    make = make_item_workspace if layout.ORDER == "wgmma" else make_mma_workspace
+    return make(config, rows, device)
+
+
+def moe(
+    x: torch.Tensor, weights: MoeWeights, workspace: Workspace | ItemWorkspace, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Routed experts plus sigmoid(shared gate) times the shared expert.
 
     Args:
@@ -73,8 +85,13 @@ def moe(x: torch.Tensor, weights: MoeWeights, workspace: Workspace, out: torch.T
         raise ValueError(f"out must be contiguous bf16 {tuple(x.shape)}, got {out.dtype} {tuple(out.shape)}")
     if tokens == 0:
         return out
+    if isinstance(workspace, ItemWorkspace) != (weights.order == "wgmma"):
+        raise ValueError(f"weights in order {weights.order!r} need a workspace made for that order")
     extra = _shared_apart(x, weights)
-    if tokens > FEW_TOKENS:
+    if isinstance(workspace, ItemWorkspace):
+        y = items.pairs_output(x, weights, workspace)
+        _combine(y, workspace.shares, None, extra, out, weights.top_k, weights.slots)
+    elif tokens > FEW_TOKENS:
         _many(x, weights, workspace, out, extra)
     else:
         _few(x, weights, workspace, out, extra)
@@ -101,12 +118,12 @@ def _few(x: torch.Tensor, weights: MoeWeights, w: Workspace, out: torch.Tensor, 
         blocks = min(tokens * slots, tokens * top_k + triton.cdiv(tokens, ITEM))
         _grouped(x, weights.gate_up, "bf16", FEW_BF16, blocks, slots, w, w.inner, gate_up=True)
         _grouped(w.inner, weights.down, "bf16", FEW_BF16, blocks, slots, w, w.y, gate_up=False)
-        _combine(w, w.positions, extra, out, top_k, slots)
+        _combine(w.y, w.shares, w.positions, extra, out, top_k, slots)
         return
     _experts(x, weights, w, w.inner, gate_up=True, shared=by_token)
     _experts(w.inner, weights, w, out if by_token else w.y, gate_up=False, total=by_token, tokens=tokens)
     if not by_token:
-        _combine(w, None, extra, out, top_k, slots)
+        _combine(w.y, w.shares, None, extra, out, top_k, slots)
 
 
 def router_warps(tokens: int) -> int:
@@ -224,7 +241,7 @@ def _many(x: torch.Tensor, weights: MoeWeights, w: Workspace, out: torch.Tensor,
         inner, scales = w.inner_fp8[: blocks * bm], w.scales[: blocks * bm]
         quantise_rows(w.inner[: blocks * bm], inner, scales)
     _grouped(inner, weights.down, form, tile_for(bm, form), blocks, slots, w, w.y, False, scales)
-    _combine(w, w.positions, extra, out, top_k, slots)
+    _combine(w.y, w.shares, w.positions, extra, out, top_k, slots)
 
 
 def wide_form(matrices: ExpertMatrices, tokens: int) -> str:
@@ -350,7 +367,8 @@ def _grouped(
 
 
 def _combine(
-    w: Workspace,
+    y: torch.Tensor,
+    shares: torch.Tensor,
     positions: torch.Tensor | None,
     extra: torch.Tensor | None,
     out: torch.Tensor,
@@ -362,9 +380,9 @@ def _combine(
     _launch(
         kernels.combine_kernel,
         (tokens, triton.cdiv(hidden, block)),
-        w.y,
+        y,
         positions,
-        w.shares,
+        shares,
         extra,
         out,
         hidden,

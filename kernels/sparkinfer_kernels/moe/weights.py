@@ -25,7 +25,7 @@ class Nvfp4Experts:
     codes: torch.Tensor
     """[E * N / 16, Kp / 64, 32, 16] uint8, Kp = K rounded up to 128."""
     scales: torch.Tensor
-    """[E * N / 16, Kp / 128, 32, 4] uint8."""
+    """[E * N / 16, Kp / 128, 32, 4] uint8; in order "wgmma" [E * N / 16, Kp / 64, 8, 8]."""
     row_scales: torch.Tensor
     """[E * N] fp32: each row's global scale times `layout.ROW_FACTOR`."""
 
@@ -58,6 +58,8 @@ class MoeWeights:
     shared_down: torch.Tensor | None
     """[H, S] bf16."""
     top_k: int
+    order: str
+    """Of the NVFP4 columns (`linear/layout.py`), and with it the kernels that multiply."""
 
     @property
     def slots(self) -> int:
@@ -111,6 +113,7 @@ def prepare_moe(
         None if fused else plain(shared_gate_up),
         None if fused else plain(shared_down),
         top_k,
+        layout.ORDER,
     )
 
 
@@ -178,7 +181,7 @@ def _matrices(given: Matrices, shape: tuple[int, int, int], wide: str, gate_up: 
     if wide == "fp8" and copy is not None:
         fp8, copy = prepare_fp8_rows([copy], mantissa=1.5), None
     weight = prepare_nvfp4([stacked])
-    packed = Nvfp4Experts(weight.codes, weight.scales, stacked.factors * layout.ROW_FACTOR)
+    packed = Nvfp4Experts(weight.codes, weight.scales, stacked.factors * layout.ROW_FACTOR[layout.ORDER])
     return ExpertMatrices(shape, packed, None if copy is None else copy.view(shape), fp8)
 
 

@@ -10,12 +10,13 @@ import triton
 
 FEW_TOKENS = 32
 """As many tokens as have all logits of the router in one program's registers."""
-BY_TOKEN = 8
-"""Up to this many tokens the columns of an item are the tokens."""
+BY_TOKEN = 4
+"""Up to this many tokens (at most 8) the columns of an item are the tokens."""
 ITEM = 8
 """Pairs of an item: the smallest number of columns of a matrix instruction."""
-NVFP4_TOKENS = 2048
-"""Up to this many tokens NVFP4 experts are read as they are: reading a copy takes longer than expanding."""
+NVFP4_TOKENS = 32
+"""Up to this many tokens NVFP4 experts are read as they are although there is a bf16 copy, which measured as fast or
+faster from 48 tokens on."""
 ROUTER_ROWS = 16
 ROUTER_SPLIT = 4
 ROUTER_TOKENS = 16
@@ -60,7 +61,7 @@ class Pipeline:
 
 
 GATE_UP = Pipeline(wk=4, wn=1, rt=2, kb=1, stages=4, per_sm=3)
-DOWN = Pipeline(wk=4, wn=1, rt=2, kb=1, stages=4, per_sm=3)
+DOWN = Pipeline(wk=2, wn=2, rt=2, kb=1, stages=5, per_sm=3)
 DOWN_SUM = Pipeline(wk=4, wn=1, rt=1, kb=1, stages=7, per_sm=1)
 FEW_BF16 = Tile(bm=ITEM, bn=64, bk=128, warps=4, stages=3)
 

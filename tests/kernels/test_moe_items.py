@@ -1,0 +1,127 @@
+"""Experts through lists of items on the CPU: Triton's kernels in its interpreter, the product emulated."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+
+from gluon_emulator import launch
+from interpreter_fixes import fix_interpreter
+from moe_cases import CASES, Case, make_case, off
+from sparkinfer_kernels.linear import layout
+from sparkinfer_kernels.moe import gpu, items
+from sparkinfer_kernels.moe.experts_kernel import experts_kernel
+from test_linear_wgmma import ASM
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_moe_gpu.py runs the kernels on the GPU")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels interpreted; the Gluon kernel emulated with few programs, in random order."""
+    fix_interpreter()
+    monkeypatch.setattr(layout, "ORDER", "wgmma")
+    with (
+        mock.patch.object(items, "experts_kernel", Emulated()),
+        mock.patch.object(items, "quantise_rows", quantised),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(multi_processor_count=2)),
+    ):
+        yield
+
+
+def quantised(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """As `linear.quantise_rows`: the interpreter truncates what GPUs round to e4m3."""
+    scales.copy_(x.float().abs().amax(1) / 448)
+    values.copy_((x.float() / scales.unsqueeze(1)).to(torch.float8_e4m3fn))
+
+
+class Emulated:
+    """Stands for `experts_kernel`."""
+
+    names = experts_kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def run(*given: Any, **options: Any) -> None:
+            arguments = dict(zip(self.names, given, strict=False)) | options
+            for name in ("launch_pdl", "num_warps"):
+                del arguments[name]
+            flat = {
+                name: value.reshape(-1) if isinstance(value, torch.Tensor) else value
+                for name, value in arguments.items()
+            }
+            assert all(
+                value.untyped_storage().data_ptr() == arguments[name].untyped_storage().data_ptr()
+                for name, value in flat.items()
+                if isinstance(value, torch.Tensor)
+            )
+            launch(
+                experts_kernel,
+                flat,
+                (*grid, 1),
+                ASM,
+                order=lambda programs: random.Random(0).sample(list(programs), len(list(programs))),
+            )
+
+        return run
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_fp64(case: Case) -> None:
+    made = make_case(case, "cpu")
+    workspace = gpu.make_workspace(made.config, case.tokens + 3, torch.device("cpu"))
+    for buffer in (workspace.inner, workspace.y, workspace.pairs, workspace.shares):
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 1 << 28)
+    out = torch.full((case.tokens, case.hidden), float("nan"), dtype=torch.bfloat16)
+    with mock.patch.object(items, "NVFP4_TOKENS", 1 << 20 if case.wide == "nvfp4" else 0):
+        gpu.moe(made.x, made.weights, workspace, out)
+    if case.tokens == 7:
+        # Counters and lists are as they were.
+        assert torch.equal(out, gpu.moe(made.x, made.weights, workspace))
+    assert off(out, made.expected) < case.limit
+    # Weights of the experts, in the order of the choice, and the gate's sigmoid.
+    assert torch.allclose(workspace.shares[: case.tokens].double(), made.shares, atol=2e-5)
+
+
+def test_equal_logits_take_the_first_experts() -> None:
+    case = Case(tokens=5, hidden=128, experts=8, inner=64, top_k=3, kind="bf16")
+    for tokens in (5, 70):
+        made = make_case(case._replace(tokens=tokens), "cpu")
+        made.weights.router.zero_()
+        made.weights.router[:8] = made.weights.router[0]
+        workspace = gpu.make_workspace(made.config, tokens, torch.device("cpu"))
+        gpu.moe(made.x, made.weights, workspace)
+        assert torch.allclose(workspace.shares[:tokens, :3], torch.tensor(1 / 3))
+        assert workspace.chosen.view(-1, 4)[:tokens].tolist() == [[0, 1, 2, 8]] * tokens
+        used = workspace.block_expert[: int(workspace.items)]
+        assert used.unique_consecutive().tolist() == [0, 1, 2, 8]
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    case = Case(tokens=20, hidden=128, experts=16, inner=64, top_k=4, kind="nvfp4")
+    made = make_case(case, "cpu")
+    workspace = gpu.make_workspace(made.config, 20, torch.device("cpu"))
+    whole = gpu.moe(made.x, made.weights, workspace)
+    part = gpu.moe(made.x[3:15], made.weights, workspace)
+    assert torch.equal(whole[3:15], part)
+
+
+def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(tokens=4, hidden=128, experts=8, inner=64, top_k=2, kind="bf16")
+    made = make_case(case, "cpu")
+    workspace = gpu.make_workspace(made.config, 4, torch.device("cpu"))
+    with pytest.raises(ValueError, match="make it for the largest pass"):
+        gpu.moe(made.x.repeat(2, 1), made.weights, workspace)
+    with pytest.raises(ValueError, match="x must be bf16"):
+        gpu.moe(made.x.float(), made.weights, workspace)
+    monkeypatch.setattr(layout, "ORDER", "mma")
+    with pytest.raises(ValueError, match="made for that order"):
+        gpu.moe(made.x, made.weights, gpu.make_workspace(made.config, 4, torch.device("cpu")))
