@@ -8,6 +8,7 @@ foreign tensor is refused by name before anything runs. Whether a module is quan
 from __future__ import annotations
 
 import logging
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -264,7 +265,9 @@ class SafetensorsSource:
             log.info("serving the language model only: %d tensors not loaded (%s)", len(ignored), ", ".join(parts))
         size = sum(self._entries[name].end - self._entries[name].start for name in self._used)
         seconds = time.perf_counter() - self._started
-        log.info("loaded %d tensors, %.1f MiB, in %.2f s", len(self._used), size / 2**20, seconds)
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        text = "loaded %d tensors, %.1f MiB, in %.2f s; the process's resident memory was %.0f MiB at most"
+        log.info(text, len(self._used), size / 2**20, seconds, highest)
 
     def _spare(self, rest: list[str]) -> set[str]:
         """Input scales of modules whose activations stay in 16 bits: ModelOpt used to write them all the same."""
