@@ -18,6 +18,7 @@ from sparkinfer.errors import ConfigError
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS
 
 PREFIX = "SPARKINFER_"
+MAX_THREADS = 1024
 
 ENVIRONMENT_ONLY = {
     "SPARKINFER_IMAGE_DIGEST": "digest of the container image that runs, set by its launcher; shown as `engine_digest`",
@@ -287,6 +288,11 @@ def check(settings: Settings) -> None:
         raise ConfigError(
             f"SPARKINFER_MIXED_CHUNK={chunk} is below one KV block of {KV_BLOCK_TOKENS} tokens: "
             f"use 0 (off) or at least {KV_BLOCK_TOKENS}"
+        )
+    if settings.threads is not None and settings.threads > MAX_THREADS:
+        raise ConfigError(
+            f"SPARKINFER_THREADS={settings.threads} is beyond {MAX_THREADS}, more than any host's CPUs: leave it "
+            f"out for {default_threads()} here"
         )
     if settings.prefix_cache_host_kv_mb and not settings.prefix_cache:
         raise ConfigError(

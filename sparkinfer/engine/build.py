@@ -17,6 +17,7 @@ from sparkinfer.engine.process import Engine
 from sparkinfer.engine.step_trace import StepTrace, traced
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.models.config import ModelConfig, load_config
+from sparkinfer.models.qwen3_5_gpu import GpuOptions
 from sparkinfer.runner.gpu_memory import gpu_budget
 from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.memory import MIB, MemoryPlan
@@ -37,6 +38,7 @@ HOST_SHARE = 4
 WARM_UP_TOKENS = 1024
 WARM_UP_REQUESTS = 4
 MIXED_MIN_REQUESTS = {"cpu": 8, "cuda": 0}
+"""By device type."""
 IN_FLIGHT = {"cpu": 1, "cuda": 2}
 """Steps under way by device type: on a GPU the next step is launched while the one before runs."""
 
@@ -55,7 +57,7 @@ def pick_device(name: str) -> str:
     """`auto` is the first GPU, else the CPU. Raises ConfigError or EnvironmentProblem."""
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    if name.split(":")[0] not in ("cpu", "cuda"):
+    if name != "cpu" and name.split(":")[0] != "cuda":
         raise ConfigError(f"--device {name!r} is not known: give auto, cpu, cuda or cuda:<number>")
     if name != "cpu" and not torch.cuda.is_available():
         raise EnvironmentProblem(f"--device {name}: torch {torch.__version__} finds no CUDA device here; use cpu")
@@ -122,6 +124,22 @@ def _host_blocks(settings: Settings, memory: MemoryPlan) -> int:
             f"SPARKINFER_PREFIX_CACHE_HOST_KV_MB={size_mb} is smaller than one KV block, {memory.kv_block_bytes} bytes"
         )
     return count
+
+
+def require_host_memory(memory: MemoryPlan, on_cpu: bool, free_bytes: int) -> None:
+    """Refuse pools that the host cannot hold, before any is allocated; `on_cpu`: the device's pools lie there too.
+
+    Raises EnvironmentProblem with the arithmetic.
+    """
+    needed = memory.host_bytes + (memory.device_bytes if on_cpu else 0)
+    if needed > free_bytes:
+        names = "SPARKINFER_SNAPSHOT_POOL_MB or SPARKINFER_PREFIX_CACHE_HOST_KV_MB"
+        if on_cpu:
+            names = f"SPARKINFER_KV_CACHE_MB, SPARKINFER_MAX_NUM_SEQS, {names}"
+        raise EnvironmentProblem(
+            f"the pools would take {needed / MIB:.0f} MiB of host memory, and {free_bytes / MIB:.0f} MiB are free "
+            f"({memory.describe()}): lower {names}"
+        )
 
 
 def mixed_chunk(settings: Settings, config: ModelConfig) -> int:
@@ -203,8 +221,14 @@ def build_engine(options: EngineOptions) -> Engine:
 
 def _build_on_cpu(options: EngineOptions, config: ModelConfig, device: str) -> tuple[ModelRunner, SchedulerConfig]:
     settings, folder = options.settings, Path(options.model)
+    if gpu_options(settings) != GpuOptions():
+        raise ConfigError(
+            "SPARKINFER_PREFILL_DTYPE=fp8, SPARKINFER_KV_CACHE_DTYPE=fp8, SPARKINFER_HEAD_DTYPE=fp8 and "
+            "SPARKINFER_STATE_DTYPE=bfloat16 are for a GPU: leave them out with --device cpu"
+        )
     memory = MemoryPlan.for_model(config, dtype=options.dtype, num_slots=settings.max_num_seqs)
     sizes = plan_sizes(settings, config, memory, folder, device)
+    require_host_memory(_with_counts(memory, sizes), True, psutil.virtual_memory().available)
     schedule = scheduler_config(settings, config, memory, sizes, device)
     schedule.validate()
     runner = ModelRunner(
@@ -232,14 +256,21 @@ def _build_on_gpu(options: EngineOptions, config: ModelConfig, device: str) -> t
     sizes = plan_sizes(settings, config, memory, folder, device, budget.require_kv())
     schedule = scheduler_config(settings, config, memory, sizes, device)
     schedule.validate()
-    counts = {
-        "num_kv_blocks": sizes.num_kv_blocks,
-        "num_snapshots": sizes.num_snapshots,
-        "num_host_blocks": sizes.num_host_blocks,
-    }
-    runner = GpuRunner(model, replace(memory, **counts), limits, max_model_len=sizes.max_model_len)
+    memory = _with_counts(memory, sizes)
+    require_host_memory(memory, False, psutil.virtual_memory().available)
+    runner = GpuRunner(model, memory, limits, max_model_len=sizes.max_model_len)
     runner.warm_up(torch.get_num_threads())
     return runner, schedule
+
+
+def _with_counts(memory: MemoryPlan, sizes: Sizes) -> MemoryPlan:
+    """The plan with the counts that were decided."""
+    return replace(
+        memory,
+        num_kv_blocks=sizes.num_kv_blocks,
+        num_snapshots=sizes.num_snapshots,
+        num_host_blocks=sizes.num_host_blocks,
+    )
 
 
 def _info(

@@ -42,17 +42,27 @@ async def health(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """GET /v1/models."""
+    return _json({"object": "list", "data": [_model_entry(_state(request))]})
+
+
+async def model(request: Request) -> Response:
+    """GET /v1/models/{name}: 404 for another than the served one."""
     state = _state(request)
+    state.check_model(request.path_params["name"])
+    return _json(_model_entry(state))
+
+
+def _model_entry(state: ServerState) -> dict[str, Any]:
     entry: dict[str, Any] = {"id": state.model_name, "object": "model", "created": 0, "owned_by": "sparkinfer"}
     if state.is_ready:
         entry["max_model_len"] = state.limit("max_model_len")
-    return _json({"object": "list", "data": [entry]})
+    return entry
 
 
 async def info(request: Request) -> Response:
     """GET /v1/info: what runs here, its limits and the settings in force."""
     state = _state(request)
-    if state.digests is None:
+    if state.digests is None or (state.digests.done() and state.digests.exception() is not None):
         state.digests = asyncio.ensure_future(asyncio.to_thread(_digests, state))
     engine, files = await state.digests
     return _json(
@@ -154,6 +164,7 @@ ROUTES = [
     Route("/health", health, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
     Route("/v1/models", models, methods=["GET"]),
+    Route("/v1/models/{name:path}", model, methods=["GET"]),
     Route("/v1/info", info, methods=["GET"]),
     Route("/v1/capacity", capacity, methods=["GET"]),
     Route("/v1/tokenize", tokenize, methods=["POST"]),

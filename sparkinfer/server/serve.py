@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ log = logging.getLogger("sparkinfer.server")
 
 FAILED_ENGINE_GRACE_S = 5
 ENGINE_STOP_S = 5.0
+REPEATED_SIGNAL_S = 0.5
+"""A repeat this soon is the same stop, sent to the process and to its group (timeout(1) does that)."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ class _Life:
         )
         self._server = _Server(config)
         self._stopped = asyncio.Event()
+        self._signalled = 0.0
 
     async def run(self) -> int:
         state, client = self._state, self._state.client
@@ -195,14 +199,17 @@ class _Life:
         print(f"ready on {url}", flush=True)
 
     def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
         if self._state.draining:
+            if now - self._signalled < REPEATED_SIGNAL_S:
+                return
             log.warning("second signal: ending at once")
             self._state.client.kill()
             os._exit(128 + number)
         grace = self._state.settings.shutdown_grace_s
         count = self._state.client.num_unfinished
         log.info("signal %d: %d requests get %g s to finish; a second signal ends at once", number, count, grace)
-        self._state.draining = True
+        self._state.draining, self._signalled = True, now
         self._stopped.set()
 
 

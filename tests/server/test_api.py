@@ -308,6 +308,8 @@ def test_information(server: Running, model_dir: Any) -> None:
     assert info["engine"]["memory"]["kv_bytes"] == 16 << 20
     models = httpx.get(server.url + "/v1/models").json()["data"]
     assert [entry["id"] for entry in models] == ["tiny"]
+    assert httpx.get(server.url + "/v1/models/tiny").json() == models[0]
+    assert httpx.get(server.url + "/v1/models/other/one").json()["error"]["code"] == "model_not_found"
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
     capacity = httpx.get(server.url + "/v1/capacity").json()
     assert capacity["requests_accepted_now"] == 8 + 1024

@@ -191,7 +191,8 @@ def test_second_signal_ends_at_once(model_dir: Path, tmp_path: Path) -> None:
         engine = running.engine().pid
         Stream(running, 2000)
         os.kill(running.process.pid, signal.SIGINT)
-        time.sleep(0.3)
+        os.kill(running.process.pid, signal.SIGINT)  # the same stop, sent to the process and to its group
+        time.sleep(0.8)
         assert running.process.poll() is None
         os.kill(running.process.pid, signal.SIGINT)
         assert running.process.wait(3) == 128 + signal.SIGINT

@@ -42,6 +42,7 @@ def test_other_variables_are_left_alone() -> None:
         ({"SPARKINFER_REQUEST_TIMEOUT_S": "nan"}, "finite"),
         ({"SPARKINFER_LOG_LEVEL": "loud"}, "one of debug"),
         ({"SPARKINFER_MIXED_CHUNK": "15"}, "below one KV block"),
+        ({"SPARKINFER_THREADS": "1000000"}, "any host's CPUs"),
         ({"SPARKINFER_PREFIX_CACHE": "0", "SPARKINFER_PREFIX_CACHE_HOST_KV_MB": "9"}, "needs the prefix cache"),
     ],
 )

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from sparkinfer.engine.build import Sizes, pick_device, plan_sizes, scheduler_config
+from sparkinfer.engine.build import (
+    Sizes,
+    build_engine,
+    pick_device,
+    plan_sizes,
+    require_host_memory,
+    scheduler_config,
+)
+from sparkinfer.engine.ipc import EngineOptions
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.models.config import ModelConfig, load_config
 from sparkinfer.runner.memory import MIB, MemoryPlan
@@ -59,6 +67,34 @@ def test_contradictions_show_the_sum(config: ModelConfig, model_dir: Path, setti
         plan_sizes(settings, config, memory(), model_dir, "cpu")
 
 
+def test_pools_beyond_the_host_show_the_sum() -> None:
+    plan = MemoryPlan(MIB, 2 * MIB, 2 * MIB, 10, 4, 3, 5)
+    for on_cpu, needed in ((True, 29), (False, 11)):
+        require_host_memory(plan, on_cpu, needed * MIB)
+        with pytest.raises(EnvironmentProblem, match=f"would take {needed} MiB of host memory, and {needed - 1} MiB"):
+            require_host_memory(plan, on_cpu, (needed - 1) * MIB)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        (Settings(kv_cache_mb=10**8), EnvironmentProblem, "lower SPARKINFER_KV_CACHE_MB"),
+        (Settings(max_num_seqs=10**8), EnvironmentProblem, "SPARKINFER_MAX_NUM_SEQS"),
+        (Settings(snapshot_pool_mb=10**8), EnvironmentProblem, "SPARKINFER_SNAPSHOT_POOL_MB"),
+        (Settings(kv_cache_dtype="fp8"), ConfigError, "for a GPU"),
+        (Settings(state_dtype="bfloat16"), ConfigError, "for a GPU"),
+    ],
+)
+def test_a_cpu_refuses_what_it_cannot_do(
+    model_dir: Path, settings: Settings, error: type[Exception], words: str
+) -> None:
+    options = EngineOptions(
+        model=str(model_dir), settings=settings, dtype="float32", device="cpu", seed=0, load_format="auto"
+    )
+    with pytest.raises(error, match=words):
+        build_engine(options)
+
+
 def test_scheduler_gets_every_policy(config: ModelConfig, model_dir: Path) -> None:
     settings = Settings(
         mixed_chunk=128, mixed_max_prompts=3, own_pass_tokens=99, prefill_chunk=640, pack_prefill=False, pack_moe=False,
@@ -78,8 +114,9 @@ def test_scheduler_gets_every_policy(config: ModelConfig, model_dir: Path) -> No
 
 def test_devices() -> None:
     assert pick_device("cpu") == "cpu"
-    with pytest.raises(ConfigError, match="tpu"):
-        pick_device("tpu")
+    for name in ("tpu", "cpu:7"):
+        with pytest.raises(ConfigError, match=name):
+            pick_device(name)
     import torch
 
     if not torch.cuda.is_available():
