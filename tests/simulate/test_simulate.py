@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from sparkinfer_eval.cells import Cell, load_cells, resolve_cells
 from sparkinfer_eval.records import RawResult, Record, write_records
 from sparkinfer_eval.simulate import cli, compare
 from sparkinfer_eval.simulate.cost import Costs, Host, save
-from sparkinfer_eval.simulate.measured import fit_run, lone_requests, read_run
+from sparkinfer_eval.simulate.measured import fit_run, lone_requests, read_run, read_runs
 from sparkinfer_eval.simulate.replay import Simulation, simulate
 from sparkinfer_eval.simulate.steps import HOST_FEATURES, PASS_FEATURES
 from sparkinfer_eval.simulate.workload import Shape, Workload, of_cell, prompt_of
@@ -27,6 +28,12 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = SchedulerConfig(
     max_num_seqs=32, num_kv_blocks=4096, max_model_len=2048, mixed_chunk=1024, num_snapshots=64, branch_min_tokens=16
 )
+
+
+@pytest.fixture(autouse=True)
+def few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run here is simulated itself, without scatter: one simulation says as much as nine."""
+    monkeypatch.setattr(compare, "SEEDS", 1)
 
 
 def costs(host: Host | None = None, config: SchedulerConfig = CONFIG, **weights: float) -> Costs:
@@ -207,6 +214,25 @@ def test_each_cell_is_predicted_from_the_others(run_folder: Path) -> None:
     assert "7 of 7 cells it has not seen" in compare.verdict(points)
 
 
+def test_several_runs_are_repetitions_of_the_same_cells(run_folder: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    again.symlink_to(run_folder)
+    both, one = read_runs([run_folder, again]), read_run(run_folder)
+    assert both.run == f"{run_folder.name}, again"
+    assert len(both.cells) == 2 * len(one.cells)
+    points = compare.predict(both, *fit_run(both, ENDS))
+    assert len(points) == len(compare.predict(one, *fit_run(one, ENDS)))
+    assert all(abs(point.error) < 0.05 for point in points)
+    other = tmp_path / "other"
+    shutil.copytree(run_folder, other)
+    path = other / "b1" / "sparkinfer" / "toy" / "chat-c4" / "r1" / "result.json"
+    document = json.loads(path.read_text())
+    document["cell_definition"]["requests"] += 1
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="two cells chat-c4 of different load"):
+        read_runs([run_folder, other])
+
+
 def test_costs_around_the_engine_come_from_requests_that_were_alone(run_folder: Path) -> None:
     """Under load an arrival waits for the server, even where the engine paused: those do not count."""
     cells = {one.cell.id: one for one in read_run(run_folder).cells}
@@ -232,10 +258,7 @@ def test_a_wrong_model_is_outside_the_band(run_folder: Path) -> None:
     assert "0 of 4 cells the model was fitted on" in compare.verdict(points)
 
 
-def test_command_line_on_a_run(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compare, "SEEDS", 1)
+def test_command_line_on_a_run(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--run", str(run_folder), "--out", str(tmp_path / "out"), "--save", str(tmp_path / "costs.json")]
     arguments += ["--fit-cells", *ENDS]
     assert cli.main([*arguments, "--set", "mixed_chunk=0", "--set", "mixed_chunk=1024,pack_prefill=0"]) == 0

@@ -17,7 +17,7 @@ from sparkinfer.scheduling.config import SchedulerConfig
 from ..cells import load_cells, resolve_cells
 from . import compare
 from .cost import Costs, Host, fit, load, save
-from .measured import Recorded, fit_cells, fit_run, read_run
+from .measured import Recorded, fit_cells, fit_run, read_runs
 from .steps import read_trace
 from .workload import Workload, of_cell, of_records, read_requests
 
@@ -38,7 +38,10 @@ def parser() -> argparse.ArgumentParser:
         prog="simulate.py", description="Replay load through the real scheduler, without a GPU."
     )
     costs = top.add_argument_group("costs, one of")
-    costs.add_argument("--run", type=Path, metavar="FOLDER", help="recorded run, results/<run>: fit, predict, compare")
+    costs.add_argument(
+        "--run", type=Path, nargs="+", metavar="FOLDER",
+        help="recorded runs, results/<run>, each one more repetition of the cells: fit, predict, compare",
+    )  # fmt: skip
     costs.add_argument("--steps", type=Path, nargs="+", metavar="FILE", help="step traces of a server")
     costs.add_argument("--costs", type=Path, metavar="FILE", help="a cost model that --save wrote")
     load_ = top.add_argument_group("load, unless --run's own")
@@ -109,7 +112,7 @@ def costs_of(options: argparse.Namespace) -> tuple[Costs, Recorded | None, list[
         traces = [read_trace(path) for path in options.steps]
         about = {**traces[0].about, "files": [path.name for path in options.steps]}
         return fit([trace.steps for trace in traces], Host(), traces[0].scheduler, about), None, []
-    recorded = read_run(options.run, options.engine, options.model)
+    recorded = read_runs(options.run, options.engine, options.model)
     if options.fit_cells is None:
         return fit_cells(recorded, recorded.cells), recorded, compare.predict_each(recorded)
     costs, seen = fit_run(recorded, options.fit_cells)
@@ -150,7 +153,7 @@ def write_out(folder: Path, text: str, costs: Costs, recorded: Recorded | None, 
     if recorded is not None and points:
         seen = len({point.cell for point in points if point.fitted})
         how = f"cost model fitted on {seen} of the cells" if seen else "each cell from a cost model of the others"
-        title = f"{recorded.run}, {recorded.model}: simulated against measured, {how}"
+        title = f"{recorded.run}\n{recorded.model}: simulated against measured, {how}"
         for suffix in ("png", "svg"):
             compare.plot(points, title, folder / f"simulation.{suffix}")
 
@@ -164,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = ["# Simulation", "", "Fitted on: " + json.dumps(costs.about), "", "```", costs.describe(), "```", ""]
         if recorded is not None:
             parts += [compare.table(points), "", compare.verdict(points), ""]
-            parts += ["Passes, predicted over measured: " + compare.pass_errors(costs, recorded.cells), ""]
+            parts += ["Passes, predicted over measured: " + compare.pass_errors(costs, recorded), ""]
         if options.policies or options.cell or options.requests:
             loads = workloads(options, recorded)
             parts += [policies_table(loads, costs, options.policies or [""]), ""]

@@ -63,10 +63,10 @@ def simulated(
     return {name: statistics.median(some) for name, some in values.items()}, outcomes[-1]
 
 
-def _points(recorded: Recorded, runs: Sequence[CellRun], costs: Costs, fitted: bool) -> list[Point]:
+def _points(runs: Sequence[CellRun], costs: Costs, fitted: bool) -> list[Point]:
     """One cell, whose measurement is the median of its runs. All of these offered the same load."""
     measured = [one.figures() for one in runs]
-    found, _ = simulated(of_records(runs[0].cell, runs[0].records), recorded.trace.scheduler, costs)
+    found, _ = simulated(of_records(runs[0].cell, runs[0].records), runs[0].scheduler, costs)
     return [
         Point(runs[0].cell.id, *name, statistics.median(figures[name] for figures in measured), found[name], fitted)
         for name in SHOWN
@@ -86,7 +86,7 @@ def predict(recorded: Recorded, costs: Costs, seen: Sequence[CellRun]) -> list[P
     return [
         point
         for runs in _by_cell(recorded).values()
-        for point in _points(recorded, runs, costs, any(one in seen for one in runs))
+        for point in _points(runs, costs, any(one in seen for one in runs))
     ]
 
 
@@ -95,7 +95,7 @@ def predict_each(recorded: Recorded) -> list[Point]:
     points = []
     for name, runs in _by_cell(recorded).items():
         costs = fit_cells(recorded, [one for one in recorded.cells if one.cell.id != name])
-        points += _points(recorded, runs, costs, False)
+        points += _points(runs, costs, False)
     return points
 
 
@@ -136,9 +136,11 @@ def verdict(points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-def pass_errors(costs: Costs, cells: Sequence[CellRun]) -> str:
+def pass_errors(costs: Costs, recorded: Recorded) -> str:
     """How well the passes themselves are predicted, by cell: sums over the cell's steps."""
-    return ", ".join(f"{one.label} {error_of(costs, one.steps):+.1%}" for one in cells)
+    cells = _by_cell(recorded).items()
+    errors = {name: error_of(costs, [step for one in runs for step in one.steps]) for name, runs in cells}
+    return ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
 
 
 def plot(points: Sequence[Point], title: str, path: Path) -> None:

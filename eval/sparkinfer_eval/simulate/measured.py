@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from sparkinfer.errors import ConfigError
+from sparkinfer.scheduling.config import SchedulerConfig
 
 from .. import metrics
 from ..cells import Cell, cell_from_definition
@@ -34,6 +35,8 @@ class CellRun:
     rep: int
     records: list[Record]
     steps: list[Step]
+    scheduler: SchedulerConfig
+    """Of the server that was measured."""
 
     @property
     def label(self) -> str:
@@ -47,7 +50,7 @@ class CellRun:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """All cells of one engine and model of a run, and the settings of its scheduler."""
+    """All cells of one engine and model of a run, and the first trace of its servers."""
 
     run: str
     model: str
@@ -80,10 +83,23 @@ def read_run(run: Path, engine: str = "sparkinfer", model: str | None = None) ->
         steps = traces[session].between(begin, end)
         if not steps:
             raise ConfigError(f"{path.parent}: its server's trace holds no step of that time")
-        cells.append(CellRun(cell, result.block, result.rep, records, steps))
+        cells.append(CellRun(cell, result.block, result.rep, records, steps, traces[session].scheduler))
     if not cells:
         raise ConfigError(f"{run} has no result of {engine} with {model}")
     return Recorded(run.name, model, cells, next(iter(traces.values())))
+
+
+def read_runs(runs: Sequence[Path], engine: str = "sparkinfer", model: str | None = None) -> Recorded:
+    """Several runs as one: each cell then has the repetitions of all of them. Raises ConfigError as `read_run`, and
+    when cells of one name are different loads."""
+    found = [read_run(run, engine, model) for run in runs]
+    cells = [one for recorded in found for one in recorded.cells]
+    loads: dict[str, tuple[int | float | None, ...]] = {}
+    for cell in (one.cell for one in cells):
+        load = (cell.prompt_tokens, cell.output_tokens, cell.requests, cell.concurrency, cell.rate)
+        if loads.setdefault(cell.id, load) != load:
+            raise ConfigError(f"the runs measured two cells {cell.id} of different load: give runs of one scale")
+    return Recorded(", ".join(recorded.run for recorded in found), found[0].model, cells, found[0].trace)
 
 
 def chosen(cells: Sequence[CellRun], patterns: Sequence[str]) -> list[CellRun]:
@@ -274,7 +290,8 @@ def fit_cells(recorded: Recorded, cells: Sequence[CellRun]) -> Costs:
     Closed loops and planned arrivals come from different clients; where one kind is missing, the other one's costs
     stand in.
     """
-    about = {**recorded.trace.about, "run": recorded.run, "model": recorded.model, "cells": [c.label for c in cells]}
+    names = list(dict.fromkeys(one.cell.id for one in cells))
+    about = {**recorded.trace.about, "run": recorded.run, "model": recorded.model, "cells": names}
     closed = [one for one in cells if one.cell.concurrency]
     planned = [one for one in cells if not one.cell.concurrency]
     host = measure_host(closed or planned)
