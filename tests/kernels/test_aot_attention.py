@@ -94,7 +94,7 @@ def test_shipped_shapes(arch):
     builds += [decode(arch, "27B", False, DECODE_MANY)] if arch in DECODE_MANY else []
     for used in compile_kernels(builds):
         # 128 accumulator rows of 256 leave few registers: some of the prologue's values wait in local memory.
-        used.check(shared=SHARED_LIMIT[arch], spills=128 if "prefill_kernel:a" in used.build.kernel else 0)
+        used.check(shared=SHARED_LIMIT[arch], spills=160 if "prefill_kernel:a" in used.build.kernel else 0)
         if "decode_kernel:a" in used.build.kernel:
             assert used.count("LDGSTS"), "the cache is not copied asynchronously"
         if arch == 90 and "prefill_kernel:a" in used.build.kernel:
