@@ -47,15 +47,6 @@ class Settings:
         auto="1024; 4096 on a MoE model, whose experts want more rows to be worth reading",
     )
     mixed_max_prompts: int = _setting(8, "Prompts that one mixed step carries, oldest first.", where="scheduler", low=1)
-    mixed_min_requests: int | None = _setting(
-        None,
-        "Loads of fewer requests than this (running and waiting) are not mixed: their prompts have prefill passes, "
-        "which they share.",
-        where="scheduler",
-        low=0,
-        auto="0 on a GPU; 8 on a CPU, where four prompts of 1024 tokens in one pass take a tenth less than in four, "
-        "and mixing keeps few clients from sending theirs together",
-    )
     own_pass_tokens: int = _setting(
         2048,
         "A prompt with more tokens left than this is not mixed: it has prefill passes of its own, which are faster "

@@ -37,8 +37,6 @@ HOST_SHARE = 4
 """Automatic pools take at most one part in this many of the host's free memory."""
 WARM_UP_TOKENS = 1024
 WARM_UP_REQUESTS = 4
-MIXED_MIN_REQUESTS = {"cpu": 8, "cuda": 0}
-"""By device type."""
 IN_FLIGHT = {"cpu": 1, "cuda": 2}
 """Steps under way by device type: on a GPU the next step is launched while the one before runs."""
 
@@ -163,7 +161,6 @@ def scheduler_config(
         prefill_chunk=settings.prefill_chunk,
         mixed_chunk=mixed_chunk(settings, config),
         mixed_max_prompts=settings.mixed_max_prompts,
-        mixed_min_requests=_by_device(settings.mixed_min_requests, MIXED_MIN_REQUESTS, device),
         own_pass_tokens=settings.own_pass_tokens,
         pack_prefill=settings.pack_prefill and not settings.deterministic,
         pack_moe=settings.pack_moe,
@@ -175,12 +172,8 @@ def scheduler_config(
         snapshot_bytes=memory.snapshot_bytes,
         checkpoint_interval=settings.checkpoint_interval,
         decode_checkpoint_interval=settings.decode_checkpoint_interval,
-        max_in_flight=_by_device(settings.steps_in_flight, IN_FLIGHT, device),
+        max_in_flight=settings.steps_in_flight or IN_FLIGHT[torch.device(device).type],
     )
-
-
-def _by_device(given: int | None, automatic: dict[str, int], device: str) -> int:
-    return automatic[torch.device(device).type] if given is None else given
 
 
 def warm_up(runner: OverlapRunner, schedule: SchedulerConfig, vocab_size: int) -> None:

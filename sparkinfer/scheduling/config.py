@@ -51,8 +51,6 @@ class SchedulerConfig:
     """Prompt tokens that a step carries beside decoding requests (4096 pays on MoE); 0: separate passes."""
     mixed_max_prompts: int = 8
     """Prompts that one mixed step carries, oldest first."""
-    mixed_min_requests: int = 0
-    """Loads of fewer requests than this take no mixed steps: their prompts share prefill passes instead."""
     own_pass_tokens: int = 2048
     """A prompt with more tokens left than this is prefilled in passes of its own: faster for it."""
     drafter_loaded: bool = False
@@ -154,8 +152,8 @@ class SchedulerConfig:
             "attention_cost_tokens", "draft_tokens",
         )  # fmt: skip
         not_negative = (
-            "mixed_chunk", "mixed_min_requests", "spec_load_limit", "aging_steps", "num_snapshots", "num_host_blocks",
-            "checkpoint_interval", "branch_min_tokens", "decode_checkpoint_interval",
+            "mixed_chunk", "spec_load_limit", "aging_steps", "num_snapshots", "num_host_blocks", "checkpoint_interval",
+            "branch_min_tokens", "decode_checkpoint_interval",
         )  # fmt: skip
         for names, low in ((at_least_one, 1), (not_negative, 0)):
             for name in names:

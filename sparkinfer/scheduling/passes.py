@@ -47,9 +47,8 @@ def speculation_applies(load: LoadView, config: SchedulerConfig) -> bool:
 
 
 def mixing_applies(load: LoadView, config: SchedulerConfig) -> bool:
-    """Mixed steps are on, the load is large enough for them, and not one that is left to speculation."""
-    enough = config.mixed_chunk > 0 and load.num_requests >= config.mixed_min_requests
-    return enough and not speculation_applies(load, config)
+    """Mixed steps are on, and the load is not one that is left to speculation."""
+    return config.mixed_chunk > 0 and not speculation_applies(load, config)
 
 
 def prefill_shape(load: LoadView, config: SchedulerConfig) -> PassShape:

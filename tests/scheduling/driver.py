@@ -32,7 +32,6 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         prefill_chunk=rng.choice([32, 64, 256]),
         mixed_chunk=rng.choice([0, 16, 32, 64]),
         mixed_max_prompts=rng.choice([1, 2, 8]),
-        mixed_min_requests=rng.choice([0, 0, 3]),
         own_pass_tokens=rng.choice([32, 96, 1000]),
         pack_prefill=rng.random() < 0.7,
         is_moe=rng.random() < 0.5,

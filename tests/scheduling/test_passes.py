@@ -52,13 +52,6 @@ def test_small_loads_are_left_to_speculation_when_a_drafter_is_loaded(requests: 
     assert mixing_applies(load(requests=requests), config(drafter_loaded=True, spec_load_limit=0))
 
 
-@pytest.mark.parametrize(("requests", "mixed"), [(7, False), (8, True)])
-def test_small_loads_are_not_mixed_where_that_is_set(requests: int, mixed: bool) -> None:
-    assert mixing_applies(load(requests=requests), config(mixed_min_requests=8)) is mixed
-    assert choose_pass(load(requests=requests), config(mixed_min_requests=8)).decode is mixed
-    assert mixing_applies(load(requests=1), config())
-
-
 def test_packing_and_its_switches() -> None:
     burst = load(decoding=False)
     assert choose_pass(burst, config()) == PassShape(False, 8192, 64)
