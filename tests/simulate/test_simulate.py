@@ -17,6 +17,7 @@ from sparkinfer_eval.simulate.measured import fit_run, lone_requests, read_run, 
 from sparkinfer_eval.simulate.replay import Simulation, simulate
 from sparkinfer_eval.simulate.steps import HOST_FEATURES, PASS_FEATURES
 from sparkinfer_eval.simulate.workload import Shape, Workload, of_cell, prompt_of
+from sparkinfer_eval.toy_model import ToySize, generate
 
 from sparkinfer.engine.step_trace import SCHEMA, step_line
 from sparkinfer.errors import ConfigError, RequestError
@@ -311,3 +312,27 @@ def test_a_run_without_traces_is_refused(run_folder: Path, tmp_path: Path) -> No
     (bare / "b1").symlink_to(run_folder / "b1")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_run(bare)
+
+
+def test_passes_can_be_executed_by_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ToySize(
+        hidden=32, heads=2, head_dim=16, linear_key_heads=1, linear_value_heads=2, linear_head_dim=16, ffn=32,
+        vocab=512, max_positions=256,
+    )  # fmt: skip
+    generate("dense", tmp_path / "toy", size=size)
+    config = dataclasses.replace(CONFIG, num_kv_blocks=128, max_model_len=256, max_num_seqs=8)
+    model = dataclasses.replace(costs(Host(think=0.001), config), about={"dtype": "float32"})
+    priced = cli.with_real_passes(tmp_path / "toy", model)
+    load = Workload("x", (Shape(40, 6),) * 12, 4)
+    for chunk in (0, 64):
+        policy = dataclasses.replace(config, mixed_chunk=chunk)
+        figures, outcome = compare.simulated(load, policy, priced, real=True)
+        assert [record.output_tokens for record in outcome.records] == [6] * 12
+        assert figures["output_tok_s", "value"] > 0
+        assert figures["ttft_ms", "p50"] > 0
+    save(model, tmp_path / "costs.json")
+    (tmp_path / "trace.jsonl").write_text('{"prompt_tokens": 33, "output_tokens": 4}\n' * 3)
+    arguments = ["--costs", str(tmp_path / "costs.json"), "--requests", str(tmp_path / "trace.jsonl")]
+    assert cli.main([*arguments, "--concurrency", "2", "--real", str(tmp_path / "toy"), "--set", "mixed_chunk=0"]) == 0
+    assert "| trace | mixed_chunk=0 |" in capsys.readouterr().out
+    assert cli.main([*arguments, "--real", str(tmp_path / "absent")]) == 2

@@ -55,6 +55,10 @@ def parser() -> argparse.ArgumentParser:
         help="a policy: settings of the scheduler (mixed_chunk=0); once for each policy to compare",
     )  # fmt: skip
     top.add_argument(
+        "--real", type=Path, metavar="MODEL",
+        help="execute the passes with this model on the CPU, each timed by its least CPU time",
+    )  # fmt: skip
+    top.add_argument(
         "--fit-cells", nargs="+", metavar="PATTERN",
         help="fit on these cells of the run (default: predict each cell from all others)",
     )  # fmt: skip
@@ -119,20 +123,28 @@ def costs_of(options: argparse.Namespace) -> tuple[Costs, Recorded | None, list[
     return costs, recorded, compare.predict(recorded, costs, seen)
 
 
-def row(workload: Workload, config: SchedulerConfig, costs: Costs) -> list[str]:
+def with_real_passes(model: Path, costs: Costs) -> Costs:
+    """The costs with passes executed by a model. Raises SparkinferError when it cannot be loaded."""
+    from .real import RealCosts, RealPasses
+
+    passes = RealPasses(model, costs.scheduler, str(costs.about.get("dtype", "bfloat16")))
+    return RealCosts.of(costs, passes)
+
+
+def row(workload: Workload, config: SchedulerConfig, costs: Costs, real: bool) -> list[str]:
     """The figures of one load under one policy as text."""
-    found, outcome = compare.simulated(workload, config, costs)
+    found, outcome = compare.simulated(workload, config, costs, real)
     figures = [f"{found[m, s]:.1f}" if (m, s) in found else "-" for m, s, _ in COLUMNS]
     return [*figures, str(outcome.stats.steps), f"{outcome.mean_decode_rows:.1f}", str(outcome.stats.preemptions)]
 
 
-def policies_table(loads: Sequence[Workload], costs: Costs, policies: Sequence[str]) -> str:
+def policies_table(loads: Sequence[Workload], costs: Costs, policies: Sequence[str], real: bool = False) -> str:
     """Every load under every policy, side by side, as a markdown table."""
     names = [*(title for _, _, title in COLUMNS), "steps", "decode rows", "preemptions"]
     lines = ["| load | policy | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for workload in loads:
         for text in policies:
-            figures = row(workload, policy(text, costs.scheduler), costs)
+            figures = row(workload, policy(text, costs.scheduler), costs, real)
             lines.append(f"| {workload.name} | {text or 'as recorded'} | " + " | ".join(figures) + " |")
     return "\n".join(lines)
 
@@ -170,7 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parts += ["Passes, predicted over measured: " + compare.pass_errors(costs, recorded), ""]
         if options.policies or options.cell or options.requests:
             loads = workloads(options, recorded)
-            parts += [policies_table(loads, costs, options.policies or [""]), ""]
+            priced = with_real_passes(options.real, costs) if options.real is not None else costs
+            parts += [policies_table(loads, priced, options.policies or [""], options.real is not None), ""]
         text = "\n".join(parts)
         print(text)
         print(f"simulated in {time.perf_counter() - begin:.1f} s")

@@ -24,6 +24,7 @@ from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.types import StepPlan
 
 from .steps import HOST_FEATURES, PASS_FEATURES, Step, host_features, matrix, pass_features, plan_line
+from .workload import VOCABULARY
 
 SCHEMA = "sparkinfer/step-costs/v2"
 ROUNDS = 12
@@ -137,6 +138,11 @@ class Costs:
     about: dict[str, Any] = field(default_factory=dict)
     open_host: Host | None = None
     scatter: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids of prompts lie below this."""
+        return VOCABULARY
 
     def pass_seconds(self, plan: StepPlan) -> float:
         """How long the model runner takes for a plan."""

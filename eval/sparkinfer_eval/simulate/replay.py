@@ -132,7 +132,7 @@ class Simulation:
     def _add(self, number: int) -> None:
         shape = self._workload.shapes[number]
         sampling = SamplingParams(shape.output_tokens, temperature=shape.temperature, ignore_eos=True)
-        self._scheduler.add(Request(str(number), prompt_of(shape, number), sampling))
+        self._scheduler.add(Request(str(number), prompt_of(shape, number, self._costs.vocabulary), sampling))
 
     def _step(self, plan: StepPlan, now: float) -> float:
         """Run a plan; returns when the next one may begin."""

@@ -38,14 +38,14 @@ class Workload:
     concurrency: int = 0
 
 
-def prompt_of(shape: Shape, number: int) -> list[int]:
+def prompt_of(shape: Shape, number: int, vocabulary: int = VOCABULARY) -> list[int]:
     """Token ids: the shared beginning by its name, then ids that no other request has."""
     shared: list[int] = []
     if shape.prefix:
         rng = random.Random(f"prefix/{shape.prefix}")
-        shared = [rng.randrange(VOCABULARY) for _ in range(min(shape.prefix_tokens, shape.prompt_tokens))]
+        shared = [rng.randrange(vocabulary) for _ in range(min(shape.prefix_tokens, shape.prompt_tokens))]
     rng = random.Random(f"request/{number}")
-    return shared + [rng.randrange(VOCABULARY) for _ in range(shape.prompt_tokens - len(shared))]
+    return shared + [rng.randrange(vocabulary) for _ in range(shape.prompt_tokens - len(shared))]
 
 
 def of_cell(cell: Cell, seed: str = "0") -> Workload:
