@@ -83,8 +83,11 @@ class Caches:
 class Weights:
     """Takes tensors from a source and brings them to the model's device and dtype."""
 
-    def __init__(self, source: WeightSource, device: torch.device, dtype: torch.dtype, ops: Ops) -> None:
-        self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
+    def __init__(
+        self, source: WeightSource, device: torch.device, dtype: torch.dtype, ops: Ops, *, steady: bool = False
+    ) -> None:
+        """`steady`: see `ops.pack_linear`."""
+        self.source, self.device, self.dtype, self.ops, self.steady = source, device, dtype, ops, steady
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
         """A matrix in the model's dtype."""
@@ -100,12 +103,16 @@ class Weights:
 
     def linear(self, name: str, rows: int, columns: int) -> PackedWeight:
         """A projection [out, in], laid out for `ops.linear`."""
-        return self.ops.pack_linear(self.get(name, rows, columns))
+        return self.pack(self.get(name, rows, columns))
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        """Lay out a projection [out, in] for `ops.linear`."""
+        return self.ops.pack_linear(weight, self.steady)
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, unused: int = 0) -> PackedWeight:
         """Projections of the same input as one: [sum of outs, in], laid out for `ops.linear`; zeros fill `unused`."""
         matrices = [self.get(name, rows, columns) for name, rows in parts]
-        return self.ops.pack_linear(F.pad(torch.cat(matrices), (0, 0, 0, unused)))
+        return self.pack(F.pad(torch.cat(matrices), (0, 0, 0, unused)))
 
 
 class GatedDeltaNet:
@@ -115,6 +122,9 @@ class GatedDeltaNet:
         self.ops, self.index, self.eps = ops, index, config.rms_norm_eps
         self.key_heads, self.value_heads = config.linear_key_heads, config.linear_value_heads
         self.dk, self.dv = config.linear_key_dim, config.linear_value_dim
+        # Values in 16 bits let the chunk scan's products be so, and cuts and companions show in the last bits. A router
+        # turns last bits into other experts: there the scan stays in fp32, in which they do not show.
+        self.wide_values = config.num_experts > 0
         values = self.value_heads * self.dv
         channels, hidden = config.conv_channels, config.hidden_size
         parts = [("qkv", channels), ("z", values), ("b", self.value_heads), ("a", self.value_heads)]
@@ -172,6 +182,7 @@ class GatedDeltaNet:
         state_saves = [caches.snapshot_state[snap, self.index] for _, _, snap in prefill.saves]
         mixed = self.ops.causal_conv1d_varlen(qkv, window, self.conv, prefill.lengths, window_saves)
         qk, v = self._heads(mixed)
+        v = v.float() if self.wide_values else v
         out = self.ops.chunk_gated_delta_rule(qk, v, g, beta, state, prefill.chunks, state_saves)
         windows.index_copy_(0, prefill.slots, window)
         states.index_copy_(0, prefill.slots, state)
@@ -184,6 +195,7 @@ class Attention:
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str, index: int, ops: Ops) -> None:
         self.ops, self.index, self.eps = ops, index, config.rms_norm_eps
         self.heads, self.kv_heads, self.d = config.num_heads, config.num_kv_heads, config.head_dim
+        self.steady = config.num_experts > 0
         hidden = config.hidden_size
         # q_proj interleaves query and gate per head; stacked as queries, keys, gates, values the queries and keys
         # come out side by side and share their norm and rotation.
@@ -191,7 +203,7 @@ class Attention:
         query, gate = q_gate.view(self.heads, 2, self.d, hidden).unbind(1)
         key = weights.get(f"{prefix}k_proj.weight", self.kv_heads * self.d, hidden)
         value = weights.get(f"{prefix}v_proj.weight", self.kv_heads * self.d, hidden)
-        self.in_proj = ops.pack_linear(torch.cat([query.reshape(-1, hidden), key, gate.reshape(-1, hidden), value]))
+        self.in_proj = weights.pack(torch.cat([query.reshape(-1, hidden), key, gate.reshape(-1, hidden), value]))
         self.sizes = [(self.heads + self.kv_heads) * self.d, self.heads * self.d, self.kv_heads * self.d]
         q_norm = weights.norm1(f"{prefix}q_norm.weight", self.d).expand(self.heads, -1)
         k_norm = weights.norm1(f"{prefix}k_norm.weight", self.d).expand(self.kv_heads, -1)
@@ -214,7 +226,8 @@ class Attention:
             parts.append(self.ops.attention_decode(q[:n], k_cache, v_cache, batch.decode_groups, scale))
         if batch.prefill is not None:
             spans = batch.prefill.spans
-            parts.append(self.ops.attention_prefill(q[n:], k[n:], v[n:], k_cache, v_cache, spans, scale))
+            rows = q[n:], k[n:], v[n:]
+            parts.append(self.ops.attention_prefill(*rows, k_cache, v_cache, spans, scale, self.steady))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.ops.linear(out.flatten(1).mul_(torch.sigmoid(gate)), self.o_proj)
 
@@ -296,7 +309,7 @@ class Qwen35Model:
             CheckpointError: naming the tensor that is missing, misshapen or left over.
         """
         self.config, self.ops, self.eps = config, ops, config.rms_norm_eps
-        weights = Weights(source, device, dtype, ops)
+        weights = Weights(source, device, dtype, ops, steady=config.num_experts > 0)
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = weights.get("model.embed_tokens.weight", vocab, hidden)
         tied = config.tie_word_embeddings

@@ -90,9 +90,12 @@ class StepTensors:
 class BatchBuilder:
     """Builds the tensors of a step. One per runner; keeps the block tables."""
 
-    def __init__(self, num_slots: int, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_model_len: int, dtype: torch.dtype, device: torch.device, *, steady: bool = False
+    ) -> None:
+        """`steady`: rows are rounded alike in every batch, where that is a choice."""
         self.tables = BlockTables(num_slots, max_model_len)
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.steady = dtype, device, steady
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -133,7 +136,9 @@ class BatchBuilder:
             places = np.arange(len(slots)) if order is None else np.argsort(order)
             batch.outputs = self._tensor(np.concatenate((places, ends)))
         if len(slots):
-            batch.decode_groups = decode_groups(table, slots, starts + 1, KV_BLOCK_TOKENS, self.dtype, self.device)
+            batch.decode_groups = decode_groups(
+                table, slots, starts + 1, KV_BLOCK_TOKENS, self.dtype, self.device, not self.steady
+            )
         sampling = [row for row in plan.prefill if row.samples]
         sampling_slots = np.concatenate((decode.slots, np.array([row.slot for row in sampling], dtype=np.int64)))
         return StepTensors(

@@ -125,7 +125,8 @@ class ModelRunner:
             )
             self._allocate()
         self._launched: deque[PendingStep] = deque()
-        self._builder = BatchBuilder(max_num_seqs, max_model_len, self.dtype, self.device)
+        steady = self.config.num_experts > 0
+        self._builder = BatchBuilder(max_num_seqs, max_model_len, self.dtype, self.device, steady=steady)
 
     def _allocate(self) -> None:
         """Make every pool once, zeroed, so that stale memory can never hold a NaN."""

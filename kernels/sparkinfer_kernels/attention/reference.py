@@ -20,7 +20,7 @@ GROUP_TOKENS = 8192
 BY_ROWS_FROM = 1024
 """Padded KV tokens of a group from which bfloat16 decode goes row by row on a CPU; for fewer, one call is faster."""
 TILED_FROM = 128
-"""Queries from which bfloat16 attention goes tile by tile on a CPU; below, one call is faster."""
+"""Queries of one prompt from which bfloat16 attention goes tile by tile on a CPU; below, one call is faster."""
 TILE_ROWS = 64
 """Queries that bfloat16 attention on a CPU takes together, twice as many of a long prompt, with all the keys that the
 last of them may see."""
@@ -75,6 +75,7 @@ def decode_groups(
     block_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
+    allow_by_rows: bool = True,
 ) -> list[DecodeGroup]:
     """Group decode rows by context length, so that one padded gather holds at most about `GROUP_TOKENS` tokens.
 
@@ -85,8 +86,9 @@ def decode_groups(
         block_tokens: tokens per block.
         dtype: of the queries.
         device: where the index tensors go.
+        allow_by_rows: whether large groups may go row by row, whose rounding differs.
     """
-    n = len(lines)
+    n, allow_by_rows = len(lines), allow_by_rows and _in_bfloat16(dtype, device)
     needed = -(-lengths // block_tokens)
     one_group = n * int(needed.max()) * block_tokens <= GROUP_TOKENS
     order = np.arange(n) if one_group else np.argsort(-lengths, kind="stable")
@@ -98,7 +100,7 @@ def decode_groups(
         members = order[lo:hi]
         columns = np.minimum(np.arange(m), needed[members][:, None] - 1)
         blocks = table[lines[members][:, None], columns]
-        by_rows = _in_bfloat16(dtype, device) and blocks.size * block_tokens >= BY_ROWS_FROM
+        by_rows = allow_by_rows and blocks.size * block_tokens >= BY_ROWS_FROM
         seen = lengths[members]
         mask = None
         if (seen != m * block_tokens).any():
@@ -205,6 +207,7 @@ def attention_prefill(
     v_cache: torch.Tensor,
     spans: Sequence[PrefillSpan],
     scale: float,
+    steady: bool = False,
 ) -> torch.Tensor:
     """Causal attention of packed sequences; a sequence that continues reads its earlier keys from the cache.
 
@@ -213,6 +216,7 @@ def attention_prefill(
         k_cache, v_cache: [blocks, block_tokens, Hkv, D].
         spans: the sequences, which together cover the T tokens.
         scale: of the scores.
+        steady: one way for prompts of any length, whose rounding then does not depend on where a prompt is cut.
 
     Returns:
         [T, Hq, D].
@@ -220,8 +224,8 @@ def attention_prefill(
     total, hq, d = q.shape
     hkv = k.shape[1]
     out = torch.empty(total, hq, d, dtype=q.dtype, device=q.device)
-    low = _in_bfloat16(q.dtype, q.device)
-    for count, span in _alike(spans) if low and total >= TILED_FROM else [(1, span) for span in spans]:
+    by_tiles = not steady and _in_bfloat16(q.dtype, q.device)
+    for count, span in _alike(spans) if by_tiles else [(1, span) for span in spans]:
         tokens = slice(span.first, span.first + count * span.length)
         q_span = q[tokens].view(count, span.length, hkv, hq // hkv, d)
         if span.blocks is None:
@@ -231,7 +235,7 @@ def attention_prefill(
             k_span = k_cache.index_select(0, span.blocks).view(-1, hkv, d)[:context]
             v_span = v_cache.index_select(0, span.blocks).view(-1, hkv, d)[:context]
         out_span = out[tokens].view(q_span.shape)
-        if count > 1 or (low and span.length >= TILED_FROM):
+        if by_tiles and span.length >= TILED_FROM:
             _causal_by_tiles(q_span, k_span.view(count, -1, hkv, d), v_span.view(count, -1, hkv, d), scale, out_span)
         else:
             out_span[0].copy_(_causal_at_once(q_span[0], k_span, v_span, scale))
@@ -242,7 +246,7 @@ def _alike(spans: Sequence[PrefillSpan]) -> list[tuple[int, PrefillSpan]]:
     """Neighbours of equal length that read nothing back go together: (how many, the first of them)."""
     groups: list[tuple[int, PrefillSpan]] = []
     for span in spans:
-        if groups and span.blocks is None:
+        if groups and span.blocks is None and span.length >= TILED_FROM:
             count, first = groups[-1]
             if first.blocks is None and first.length == span.length and count * span.length < BATCH_TOKENS:
                 groups[-1] = (count + 1, first)

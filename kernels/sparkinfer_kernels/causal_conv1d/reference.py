@@ -34,7 +34,7 @@ def causal_conv1d_varlen(
         saves: (r, n, destination [W-1, C]): the window of sequence r after its first n tokens is copied there.
 
     Returns:
-        [T, C], fp32; of many tokens in bfloat16 on a CPU bfloat16.
+        [T, C], fp32; bfloat16 when `x` is and the CPU has instructions for it.
     """
     back = weight.shape[0] - 1
     pieces: list[torch.Tensor] = []
@@ -59,8 +59,8 @@ def causal_conv1d_varlen(
 def _convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[T + W - 1, C] to [T, C]."""
     taps, channels = weight.shape
-    many = x.shape[0] >= ONE_PASS_FROM
-    if many and x.dtype == torch.bfloat16 and x.device.type == "cpu" and bfloat16_instructions():
+    low = x.dtype == torch.bfloat16 and x.device.type == "cpu" and bfloat16_instructions()
+    if low and x.shape[0] >= ONE_PASS_FROM:
         # oneDNN's depthwise convolution: one pass instead of one for each tap.
         image = x.view(1, 1, -1, channels).permute(0, 3, 1, 2)
         kernel = weight.t().to(x.dtype).view(channels, 1, 1, taps)
@@ -69,7 +69,8 @@ def _convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     y = wide[:total] * weight[0]
     for tap in range(1, taps):
         y.addcmul_(wide[tap : tap + total], weight[tap])
-    return y
+    # Rounded as above: a token's result does not depend on how many there are.
+    return y.to(x.dtype) if low else y
 
 
 def causal_conv1d_update(

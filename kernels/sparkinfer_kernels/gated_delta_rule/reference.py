@@ -147,10 +147,8 @@ class _Parts:
 
     u: torch.Tensor
     """[B, CHUNK, V], the UT transform's, in the values' dtype."""
-    minus_w: torch.Tensor
-    """[B, CHUNK, K], the UT transform's w negated, in the values' dtype."""
-    q_decayed: torch.Tensor
-    """[B, CHUNK, K], in the values' dtype."""
+    reads: torch.Tensor
+    """[B, 2 * CHUNK, K], what meets the state: the UT transform's w negated, decayed queries; in the values' dtype."""
     k: torch.Tensor
     """[n, Hk, CHUNK, K]."""
     k_decayed: torch.Tensor
@@ -251,8 +249,9 @@ def _scan(
         lo, hi = (begin - offset) * hv, (end - offset) * hv
         current = flat[: hi - lo]
         before = current.to(values.dtype)
-        written = values[lo:hi].baddbmm_(parts.minus_w[lo:hi], before).float()
-        torch.bmm(parts.q_decayed[lo:hi], before, out=out[lo:hi])
+        read = torch.bmm(parts.reads[lo:hi], before)
+        written = values[lo:hi].add_(read[:, :CHUNK]).float()
+        out[lo:hi] = read[:, CHUNK:]
         for row, save, tokens in layout.saves[number]:
             new = written.view(-1, hv, CHUNK, dv)[row, :, :tokens]
             keys = parts.k[begin - offset + row]
@@ -300,11 +299,13 @@ def _within_chunks(pair: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, beta:
     u = torch.bmm(inverse.to(low), v)
     grow = cum.exp().view(*shape, 1)
     inverse.mul_(grow.view(batch, 1, CHUNK)).neg_()
-    minus_w = torch.bmm(inverse.view(n * hk, group * CHUNK, CHUNK).to(low), k.to(low)).view(batch, CHUNK, dk)
+    reads = torch.empty(batch, 2, CHUNK, dk, dtype=low, device=v.device)
+    minus_w = torch.bmm(inverse.view(n * hk, group * CHUNK, CHUNK).to(low), k.to(low))
+    reads[:, 0] = minus_w.view(batch, CHUNK, dk)
+    reads[:, 1] = (q.unsqueeze(1) * grow).view(batch, CHUNK, dk)
     return _Parts(
         u=u,
-        minus_w=minus_w,
-        q_decayed=(q.unsqueeze(1) * grow).view(batch, CHUNK, dk).to(low),
+        reads=reads.view(batch, 2 * CHUNK, dk),
         k=k.view(n, hk, CHUNK, dk),
         k_decayed=(k.unsqueeze(1) * (cum[..., -1:] - cum).exp_().view(*shape, 1)).view(batch, CHUNK, dk),
         attention=attention,

@@ -30,18 +30,20 @@ class BlockedWeight:
     """[in, out], of a small weight."""
 
 
-def pack_linear(weight: torch.Tensor) -> torch.Tensor | BlockedWeight:
+def pack_linear(weight: torch.Tensor, steady: bool = False) -> torch.Tensor | BlockedWeight:
     """Lay out the weight of a projection.
 
     Args:
         weight: [out, in].
+        steady: use one product for any number of rows, whose last bits then do not depend on it.
 
     Returns:
         What `linear` takes.
     """
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and bfloat16_instructions():
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        return BlockedWeight(blocked, weight.t().contiguous() if weight.numel() <= SMALL_WEIGHT else None)
+        plain = None if steady or weight.numel() > SMALL_WEIGHT else weight.t().contiguous()
+        return BlockedWeight(blocked, plain)
     return weight.t().contiguous()
 
 
