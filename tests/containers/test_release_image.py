@@ -32,7 +32,7 @@ from sparkinfer_containers.loopback import registry
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.verify.cli import main as verify
 
-from sparkinfer.identity import SOURCE_PACKAGES, package_files, tree_digest
+from sparkinfer.identity import SOURCE_PACKAGES, package_files, short, tree_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
@@ -192,8 +192,8 @@ def test_serve_command_starts_the_engine_from_the_image(pulled: Path, model: Pat
 
 
 @pytest.fixture
-def podman(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """podman with the options that it needs here."""
+def podman(monkeypatch: pytest.MonkeyPatch, image: Path) -> Iterator[list[str]]:
+    """podman with the options that it needs here; what `daemon.load` put into its store is removed afterwards."""
     if not shutil.which("podman") or not shutil.which("skopeo"):
         pytest.skip("podman and skopeo are not installed")
     chosen = os.environ.get("ATTEST_RUNTIME", "podman --cgroup-manager=cgroupfs --runtime runc")
@@ -202,7 +202,9 @@ def podman(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("ATTEST_RUN_OPTIONS", os.environ.get("ATTEST_RUN_OPTIONS", limits))
     if subprocess.run([*shlex.split(chosen), "info"], capture_output=True, check=False).returncode:
         pytest.skip("podman does not work here")
-    return shlex.split(chosen)
+    yield shlex.split(chosen)
+    name = f"localhost/sparkinfer-measured:{short(Layout(image / 'layout').image().digest, 12)}"
+    subprocess.run([*shlex.split(chosen), "rmi", "--force", name], capture_output=True, check=False)
 
 
 def test_podman_runs_and_stops_the_image_by_its_own_digest(
@@ -265,7 +267,7 @@ def test_signal_to_the_init_ends_a_busy_server_cleanly(pulled: Path, model: Path
 def test_image_holds_the_engine_that_its_label_names(pulled: Path) -> None:
     config = json.loads((pulled / "config.json").read_text())
     library = pulled / "root" / LIBRARY
-    files = {}
+    files: dict[str, Path] = {}
     for package in SOURCE_PACKAGES:
         files |= package_files(package, library / package)
     assert tree_digest(files) == config["config"]["Labels"][SOURCE_LABEL]
