@@ -122,9 +122,9 @@ class GatedDeltaNet:
         self.ops, self.index, self.eps = ops, index, config.rms_norm_eps
         self.key_heads, self.value_heads = config.linear_key_heads, config.linear_value_heads
         self.dk, self.dv = config.linear_key_dim, config.linear_value_dim
-        # Values in 16 bits let the chunk scan's products be so, and cuts and companions show in the last bits. A router
-        # turns last bits into other experts: there the scan stays in fp32, in which they do not show.
-        self.wide_values = config.num_experts > 0
+        # In 16 bits, the cuts and companions of a prompt show in the last bits of convolution and chunk scan. A router
+        # turns last bits into other experts: there both stay in fp32, in which they do not show.
+        self.steady = config.num_experts > 0
         values = self.value_heads * self.dv
         channels, hidden = config.conv_channels, config.hidden_size
         parts = [("qkv", channels), ("z", values), ("b", self.value_heads), ("a", self.value_heads)]
@@ -180,9 +180,9 @@ class GatedDeltaNet:
         state = states.index_select(0, prefill.slots)
         window_saves = [(row, count, caches.snapshot_window[snap, self.index]) for row, count, snap in prefill.saves]
         state_saves = [caches.snapshot_state[snap, self.index] for _, _, snap in prefill.saves]
-        mixed = self.ops.causal_conv1d_varlen(qkv, window, self.conv, prefill.lengths, window_saves)
+        mixed = self.ops.causal_conv1d_varlen(qkv, window, self.conv, prefill.lengths, window_saves, self.steady)
         qk, v = self._heads(mixed)
-        v = v.float() if self.wide_values else v
+        v = v.float() if self.steady else v
         out = self.ops.chunk_gated_delta_rule(qk, v, g, beta, state, prefill.chunks, state_saves)
         windows.index_copy_(0, prefill.slots, window)
         states.index_copy_(0, prefill.slots, state)

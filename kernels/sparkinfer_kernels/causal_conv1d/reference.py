@@ -23,6 +23,7 @@ def causal_conv1d_varlen(
     weight: torch.Tensor,
     lengths: Sequence[int],
     saves: Sequence[tuple[int, int, torch.Tensor]] = (),
+    steady: bool = False,
 ) -> torch.Tensor:
     """Convolve packed sequences, each from its own window; the windows are updated in place.
 
@@ -32,9 +33,10 @@ def causal_conv1d_varlen(
         weight: [W, C] fp32.
         lengths: R lengths, each at least 1, T in sum.
         saves: (r, n, destination [W-1, C]): the window of sequence r after its first n tokens is copied there.
+        steady: one way for any number of tokens, in fp32.
 
     Returns:
-        [T, C], fp32; bfloat16 when `x` is and the CPU has instructions for it.
+        [T, C], fp32; bfloat16 when `x` is and the CPU has instructions for it, unless `steady`.
     """
     back = weight.shape[0] - 1
     pieces: list[torch.Tensor] = []
@@ -46,7 +48,7 @@ def causal_conv1d_varlen(
     for length in lengths:
         starts.append(position)
         position += length + back
-    y = F.silu(_convolve(padded, weight), inplace=True)
+    y = F.silu(_convolve(padded, weight, steady), inplace=True)
     for row, count, destination in saves:
         destination.copy_(padded[starts[row] + count : starts[row] + count + back], non_blocking=True)
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
@@ -56,10 +58,10 @@ def causal_conv1d_varlen(
     return torch.cat([y[start : start + length] for start, length in zip(starts, lengths, strict=True)])
 
 
-def _convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _convolve(x: torch.Tensor, weight: torch.Tensor, steady: bool) -> torch.Tensor:
     """[T + W - 1, C] to [T, C]."""
     taps, channels = weight.shape
-    low = x.dtype == torch.bfloat16 and x.device.type == "cpu" and bfloat16_instructions()
+    low = not steady and x.dtype == torch.bfloat16 and x.device.type == "cpu" and bfloat16_instructions()
     if low and x.shape[0] >= ONE_PASS_FROM:
         # oneDNN's depthwise convolution: one pass instead of one for each tap.
         image = x.view(1, 1, -1, channels).permute(0, 3, 1, 2)

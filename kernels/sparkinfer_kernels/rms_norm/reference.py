@@ -9,9 +9,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-FEW = 1 << 12
-"""Numbers up to which calls cost more than arithmetic."""
-
 
 def rms_norm(x: torch.Tensor, weight1: torch.Tensor, eps: float) -> torch.Tensor:
     """Norm over the last dimension.
@@ -26,17 +23,12 @@ def rms_norm(x: torch.Tensor, weight1: torch.Tensor, eps: float) -> torch.Tensor
     """
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight1.shape, weight1, eps)
-    if x.numel() <= FEW:
-        return F.rms_norm(x.float(), weight1.shape, weight1, eps).to(x.dtype)
     return x.float().mul_(inverse_rms(x, eps)).mul_(weight1).to(x.dtype)
 
 
 def unweighted_rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / rms(x)` over the last dimension: a new tensor in fp32."""
-    wide, d = x.float(), x.shape[-1]
-    if x.numel() <= FEW:
-        # x beside -x has mean 0 and the mean square of x: their layer norm, which torch has as one operation.
-        return torch.layer_norm(torch.cat((wide, -wide), dim=-1), (2 * d,), None, None, eps, False)[..., :d]
+    wide = x.float()
     factor = inverse_rms(wide, eps)
     return wide * factor if wide is x else wide.mul_(factor)
 
@@ -81,6 +73,6 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     Returns:
         [T, h, d] in the dtype of `gate`.
     """
-    if x.numel() <= FEW or gate.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps).mul_(F.silu(gate.float())).to(gate.dtype)
+    if gate.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps).mul_(F.silu(gate))
     return F.silu(gate.float(), inplace=True).mul_(x).mul_(inverse_rms(x, eps)).mul_(weight).to(gate.dtype)
