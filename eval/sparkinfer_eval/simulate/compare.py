@@ -23,8 +23,6 @@ from .workload import Workload, of_records
 BAND = 0.15
 SEEDS = 9
 """Simulations of a load; a prediction is their median."""
-REAL_ROUNDS = 3
-"""Simulations with executed passes: the last one knows the least times of all before it."""
 SHOWN = (("output_tok_s", "value"), ("ttft_ms", "p50"), ("itl_ms", "p50"))
 JUDGED = SHOWN[:2]
 TITLES = {"output_tok_s": "output tok/s", "ttft_ms": "TTFT p50 (ms)", "itl_ms": "ITL p50 (ms)"}
@@ -58,12 +56,9 @@ def simulated(
 ) -> tuple[dict[tuple[str, str], float], Outcome]:
     """Medians of the figures of SEEDS simulations by (metric, stat), and the last one's outcome.
 
-    With `real` passes times do not scatter, and the last one of REAL_ROUNDS counts.
+    With `real` passes times do not scatter: one simulation is enough.
     """
-    if real:
-        outcomes = [simulate(workload, config, costs) for _ in range(REAL_ROUNDS)][-1:]
-    else:
-        outcomes = [simulate(workload, config, costs, seed) for seed in range(SEEDS)]
+    outcomes = [simulate(workload, config, costs, None if real else seed) for seed in range(1 if real else SEEDS)]
     values: dict[tuple[str, str], list[float]] = {}
     for outcome in outcomes:
         for v in metrics.summarise(outcome.records):
