@@ -143,7 +143,7 @@ class Settings:
     )
     head_dtype: str = _setting(
         "auto",
-        "The output matrix on a GPU: `auto` as it is stored, `fp8` keeps a 16-bit one in FP8 with a scale for each row, "
+        "The output matrix on a GPU: `auto` as it is stored, `fp8` keeps a 16-bit one in FP8 with a scale a row, "
         "which halves what each step reads for its logits.",
         where="GPU kernels",
         choices="auto fp8",

@@ -26,7 +26,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        autotuner: Any = module.Autotuner  # type: ignore[attr-defined]
+        autotuner: Any = module.Autotuner
         whole = autotuner.__init__
 
         def first_only(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **named: Any) -> None:
