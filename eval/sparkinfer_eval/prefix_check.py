@@ -3,21 +3,22 @@
 Prompt lengths of 0, 1, 2, 15, 16 and 17 tokens beyond multiples of the KV block, up to several chunks, three warm
 replays each; prompts that end 0 to 17 tokens behind a checkpoint; a chat over three turns; requests cancelled in
 their prompt and in their answer; a crowd that is preempted, with one step and with two in flight. In float32 tokens
-must be equal and states within 1e-4 of their largest value; in 16 bits tokens may part at a near-tie, judged by a
-tolerance that is calibrated on the same prompts without any cache, cut into other chunks.
+must be equal and states within 1e-4 of their largest value; in 16 bits tokens may part at a near-tie, judged by
+tolerances of log-probabilities and states that are calibrated on such prompts without any cache, cut into other chunks.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from sparkinfer.scheduling.invariants import IntegrityError
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, SamplingParams
 
-from .agreement import Agreement, compare, excused, worst
+from .agreement import compare, excused, worst
 from .check_program import CheckRow, NotApplicable, parser, run
 from .pack_ckpt import LIMITS, relative_difference
 from .prefix_bench import HOST_BLOCKS, Bench, Result, Session
@@ -30,14 +31,25 @@ REPLAYS = 3
 LEAST_TOLERANCE = 2.0**-5
 """Nats. In 16 bits two ways to cut a prompt differ by about as much on models whose logits reach 10."""
 SAFETY = 3.0
-"""Calibration sees few tokens: the tolerance is this many times the largest difference found."""
+"""The tolerance is this many times the largest difference that the calibration finds."""
+CUTS = (16, 48, 112)
+"""Chunks in tokens that the calibration cuts prompts into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What rounding explains: nats of a log-probability, and of a state the share of its largest value."""
+
+    logprob: float
+    state: float
 
 
 class Judge:
     """Holds results against cold ones and collects rows."""
 
-    def __init__(self, dtype: str, tolerance: float) -> None:
-        self.dtype, self.tolerance = dtype, tolerance
+    def __init__(self, dtype: str, tolerance: Tolerance | None = None) -> None:
+        self.tolerance = tolerance.logprob if tolerance else 0.0
+        self.state_limit = tolerance.state if tolerance else LIMITS[dtype]
         self.rows: list[CheckRow] = []
 
     def agree(self, name: str, pairs: Sequence[tuple[Result, Result]]) -> None:
@@ -52,8 +64,7 @@ class Judge:
         states = [_states(*pair) for item, pair in zip(found, pairs, strict=True) if item.parted is None]
         value = max((state for state in states if state is not None), default=None)
         if value is not None:
-            limit = LIMITS[self.dtype]
-            self.rows.append(CheckRow(f"{name}: state", value, limit, value <= limit))
+            self.rows.append(CheckRow(f"{name}: state", value, self.state_limit, value <= self.state_limit))
 
     def at_least(self, name: str, value: float, limit: float) -> None:
         """A count that shows that the case tests what it says."""
@@ -198,21 +209,28 @@ def check_preempted(bench: Bench, judge: Judge) -> None:
         judge.at_least(f"crowd, {in_flight} in flight: tokens from the cache", stats.prefix_hits_tokens, 100)
 
 
-def calibrate(bench: Bench) -> float:
-    """The tolerance in nats, from runs without any cache: prompts cut into chunks of 48 tokens, and a crowd."""
-    found: list[Agreement] = []
+def calibrate(bench: Bench) -> Tolerance:
+    """What two ways without any cache differ by: every length cut into chunks of three sizes, and three crowds, one packed at once.
+
+    About as many positions are compared as the check compares: a difference that turns an expert's choice is rare and
+    large, and a calibration that sees few positions misses it.
+    """
+    pairs: list[tuple[Result, Result]] = []
     for number, (_, length) in enumerate(lengths(bench.longest)):
-        if length > 48 and number % 3 == 1:
-            prompt, sampling = bench.tokens(length), bench.sampling(OUTPUT, number)
-            session = bench.session(num_snapshots=0, prefill_chunk=48, mixed_chunk=0, chunk_align=16)
-            cut = session.run([bench.request(prompt, sampling)])[0]
-            found.append(compare(bench.cold(prompt, sampling).answer, cut.answer))
-    load = crowd(bench)
-    session = bench.session(num_snapshots=0)
-    results = session.run([bench.request(prompt, sampling) for prompt, sampling in load], gap=1)
-    for (prompt, sampling), result in zip(load, results, strict=True):
-        found.append(compare(bench.cold(prompt, sampling).answer, result.answer))
-    return max(LEAST_TOLERANCE, SAFETY * worst(found))
+        prompt, sampling = bench.tokens(length), bench.sampling(OUTPUT, number)
+        cold = bench.cold(prompt, sampling)
+        for chunk in CUTS:
+            if length > chunk:
+                session = bench.session(num_snapshots=0, prefill_chunk=chunk, mixed_chunk=0, chunk_align=16)
+                pairs.append((cold, session.run([bench.request(prompt, sampling)])[0]))
+    for gap in (0, 1, 3):
+        load, session = crowd(bench), bench.session(num_snapshots=0)
+        results = session.run([bench.request(prompt, sampling) for prompt, sampling in load], gap=gap)
+        pairs += [(bench.cold(*given), result) for given, result in zip(load, results, strict=True)]
+    found = [compare(cold.answer, other.answer) for cold, other in pairs]
+    states = [_states(*pair) or 0.0 for item, pair in zip(found, pairs, strict=True) if item.parted is None]
+    least_state = LIMITS[bench.runner.dtype_name]
+    return Tolerance(max(LEAST_TOLERANCE, SAFETY * worst(found)), max(least_state, SAFETY * max(states, default=0.0)))
 
 
 def check(options: argparse.Namespace) -> tuple[str, list[CheckRow]]:
@@ -223,7 +241,7 @@ def check(options: argparse.Namespace) -> tuple[str, list[CheckRow]]:
     if bench.longest < 288:
         raise NotApplicable(f"the model's context of {bench.longest} tokens is too short: the cases need 288")
     exact = bench.runner.dtype_name == "float32"
-    judge = Judge(bench.runner.dtype_name, 0.0 if exact else calibrate(bench))
+    judge = Judge(bench.runner.dtype_name, None if exact else calibrate(bench))
     for part in (check_lengths, check_tails, check_turns, check_cancelled, check_preempted):
         part(bench, judge)
     return bench.runner.dtype_name, judge.rows

@@ -168,7 +168,7 @@ class GatedDeltaNet:
     def _decode(
         self, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, batch: Batch, caches: Caches
     ) -> torch.Tensor:
-        mixed = self.ops.causal_conv1d_update(qkv, caches.window[self.index], self.conv, batch.decode_runs)
+        mixed = self.ops.causal_conv1d_update(qkv, caches.window[self.index], self.conv, batch.decode_runs, self.steady)
         qk, v = self._heads(mixed)
         return self.ops.recurrent_gated_delta_rule(qk, v, g, beta, caches.state[self.index], batch.decode_runs)
 

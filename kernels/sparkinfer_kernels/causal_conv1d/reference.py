@@ -61,7 +61,7 @@ def causal_conv1d_varlen(
 def _convolve(x: torch.Tensor, weight: torch.Tensor, steady: bool) -> torch.Tensor:
     """[T + W - 1, C] to [T, C]."""
     taps, channels = weight.shape
-    low = not steady and x.dtype == torch.bfloat16 and x.device.type == "cpu" and bfloat16_instructions()
+    low = _rounds(x, steady)
     if low and x.shape[0] >= ONE_PASS_FROM:
         # oneDNN's depthwise convolution: one pass instead of one for each tap.
         image = x.view(1, 1, -1, channels).permute(0, 3, 1, 2)
@@ -76,7 +76,11 @@ def _convolve(x: torch.Tensor, weight: torch.Tensor, steady: bool) -> torch.Tens
 
 
 def causal_conv1d_update(
-    x: torch.Tensor, pool: torch.Tensor, weight: torch.Tensor, runs: Sequence[tuple[int, int, int]]
+    x: torch.Tensor,
+    pool: torch.Tensor,
+    weight: torch.Tensor,
+    runs: Sequence[tuple[int, int, int]],
+    steady: bool = False,
 ) -> torch.Tensor:
     """One token for each of n sequences; their windows in `pool` advance by one in place.
 
@@ -85,6 +89,7 @@ def causal_conv1d_update(
         pool: [slots, W-1, C], windows by slot.
         weight: [W, C] fp32.
         runs: (row, slot, count): rows row.. live in slots slot.., `count` of them; together all n rows, in order.
+        steady: as in `causal_conv1d_varlen`, so that a token's result is the same whichever computed it.
 
     Returns:
         [n, C] fp32.
@@ -94,4 +99,11 @@ def causal_conv1d_update(
     y = (history.float() * weight).sum(dim=1)
     for row, slot, count in runs:
         pool[slot : slot + count].copy_(history[row : row + count, 1:])
+    if _rounds(x, steady):
+        return F.silu(y.to(x.dtype), inplace=True).float()
     return F.silu(y, inplace=True)
+
+
+def _rounds(x: torch.Tensor, steady: bool) -> bool:
+    """Whether results are rounded to the inputs' bfloat16."""
+    return not steady and x.dtype == torch.bfloat16 and x.device.type == "cpu" and bfloat16_instructions()
