@@ -210,7 +210,7 @@ def check_preempted(bench: Bench, judge: Judge) -> None:
 
 
 def calibrate(bench: Bench) -> Tolerance:
-    """What two ways without any cache differ by: every length cut into chunks of three sizes, and three crowds, one packed at once.
+    """What two ways without any cache differ by: lengths cut into chunks of three sizes, and three crowds, one packed.
 
     About as many positions are compared as the check compares: a difference that turns an expert's choice is rare and
     large, and a calibration that sees few positions misses it.
