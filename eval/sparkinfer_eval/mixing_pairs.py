@@ -24,11 +24,11 @@ from sparkinfer.identity import engine_digest, model_digest
 
 from . import gates, launch, metrics, server_probe
 from .arrivals import TOOL_VERSION, measure
-from .cells import Cell, all_ids, cell_digest, load_cells, resolve_cells
+from .cells import Cell, all_ids, load_cells, resolve_cells
 from .closed_loop import closed_loop
 from .figure import Figure
 from .prompts import ChatCounter, cell_texts, prompt_rows, read_prompts, write_prompts
-from .records import RawResult, Record, write_records
+from .records import Record, write_records
 from .result_folder import Target
 
 MIXING_CONCURRENCY = (4, 16, 32)
@@ -49,32 +49,28 @@ class Recording:
         """Where `eval/simulate.py` looks for the steps of a repetition; all repetitions have the same server."""
         return self.folder / "servers" / f"{ENGINE}-{self.model.name}-b1-r{rep}.steps.jsonl"
 
-    def result(self, cell: Cell, rep: int) -> Path:
-        """The result folder of a cell."""
-        return self.folder / "b1" / ENGINE / self.model.name / cell.id / f"r{rep}"
+    def target(self, cell: Cell, rep: int) -> Target:
+        """Identity and folder of one result."""
+        out = self.folder / "b1" / ENGINE / self.model.name / cell.id / f"r{rep}"
+        return Target(
+            self.folder.name, 1, rep, ENGINE, sparkinfer.__version__, self._digests[0], self.model.name, self.model,
+            out, self._digests[1],
+        )  # fmt: skip
 
     def keep(self, cell: Cell, rep: int, records: list[Record]) -> None:
         """Write a closed loop's requests."""
-        out = self.result(cell, rep)
-        out.mkdir(parents=True)
-        write_records(out / "records.jsonl", records)
-        result = RawResult(
-            run=self.folder.name, block=1, engine=ENGINE, engine_version=sparkinfer.__version__,
-            engine_digest=self._digests[0], model=self.model.name, model_digest=self._digests[1], cell=cell.id, rep=rep,
-            cell_definition=cell.definition(), cell_digest=cell_digest(cell), prompts_sha256="", command=sys.argv,
-            started_at=dt.datetime.now(dt.UTC).isoformat(), tool={"name": "closed_loop", "version": TOOL_VERSION},
-        )  # fmt: skip
-        (out / "result.json").write_text(json.dumps(dataclasses.asdict(result)) + "\n", encoding="utf-8")
+        target = self.target(cell, rep)
+        target.out.mkdir(parents=True)
+        write_records(target.out / "records.jsonl", records)
+        tool, now = {"name": "closed_loop", "version": TOOL_VERSION}, dt.datetime.now(dt.UTC)
+        result = target.result(cell, prompts_sha256="", command=sys.argv, started_at=now, tool=tool)
+        (target.out / "result.json").write_text(json.dumps(dataclasses.asdict(result)) + "\n", encoding="utf-8")
 
     def arrivals(self, cell: Cell, url: str, counter: ChatCounter, document: dict[str, Any]) -> None:
         """Measure an open-loop cell and keep it. A machine too busy for it is told of on standard error."""
         prompts = write_prompts(self.model, counter, cell, 1, 1, all_ids(document), self.folder / "prompts")
-        target = Target(
-            self.folder.name, 1, 1, ENGINE, sparkinfer.__version__, self._digests[0], self.model.name, self.model,
-            self.result(cell, 1), self._digests[1],
-        )  # fmt: skip
         try:
-            measure(url, self.model.name, cell, read_prompts(prompts), target, sys.argv)
+            measure(url, self.model.name, cell, read_prompts(prompts), self.target(cell, 1), sys.argv)
         except gates.InvalidRun as error:
             print(f"not recorded: {error}", file=sys.stderr)
 

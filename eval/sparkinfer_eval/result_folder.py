@@ -45,6 +45,36 @@ class Target:
             if not getattr(self, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is empty: a result without it could not be told apart")
 
+    def result(
+        self,
+        cell: Cell,
+        *,
+        prompts_sha256: str,
+        command: Sequence[str],
+        started_at: dt.datetime,
+        tool: Mapping[str, str],
+        **more: Any,
+    ) -> RawResult:
+        """What result.json says of this target and a cell; `more`: further fields of `RawResult`."""
+        return RawResult(
+            run=self.run,
+            block=self.block,
+            engine=self.engine,
+            engine_version=self.engine_version,
+            engine_digest=self.engine_digest,
+            model=self.model_name,
+            model_digest=self.model_digest or model_digest(self.model),
+            cell=cell.id,
+            rep=self.rep,
+            cell_definition=cell.definition(),
+            cell_digest=cell_digest(cell),
+            prompts_sha256=prompts_sha256,
+            command=list(command),
+            started_at=started_at.isoformat(timespec="seconds"),
+            tool=dict(tool),
+            **more,
+        )
+
 
 @contextmanager
 def staged(target: Target) -> Iterator[Path]:
@@ -102,22 +132,12 @@ def write_result(
     checks: Sequence[Mapping[str, Any]],
 ) -> RawResult:
     """Write records.jsonl, command.txt and result.json (last) into the staging folder."""
-    result = RawResult(
-        run=target.run,
-        block=target.block,
-        engine=target.engine,
-        engine_version=target.engine_version,
-        engine_digest=target.engine_digest,
-        model=target.model_name,
-        model_digest=target.model_digest or model_digest(target.model),
-        cell=cell.id,
-        rep=target.rep,
-        cell_definition=cell.definition(),
-        cell_digest=cell_digest(cell),
+    result = target.result(
+        cell,
         prompts_sha256=prompts.sha256,
-        command=list(command),
-        started_at=started_at.isoformat(timespec="seconds"),
-        tool=dict(tool),
+        command=command,
+        started_at=started_at,
+        tool=tool,
         tool_summary=dict(tool_summary),
         checks=[dict(check) for check in checks],
     )

@@ -8,12 +8,19 @@ kernels without the attribute included.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 PDL = not triton.knobs.runtime.interpret
 """Whether kernels are launched that way: on a GPU, not in the interpreter."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel that way; it is told so by its argument PDL."""
+    kernel[grid](*arguments, **options, PDL=PDL, launch_pdl=PDL)
 
 
 @triton.jit

@@ -77,6 +77,12 @@ class ModelConfig:
         return self.layer_types.count(LINEAR)
 
     @property
+    def steady(self) -> bool:
+        """Whether a CPU keeps to operations whose last bits do not depend on how prompts are cut and batched: a router
+        turns last bits into other experts."""
+        return self.num_experts > 0
+
+    @property
     def conv_channels(self) -> int:
         """Channels under the convolution: queries, keys and values of Gated DeltaNet."""
         return 2 * self.linear_key_heads * self.linear_key_dim + self.linear_value_heads * self.linear_value_dim

@@ -122,9 +122,8 @@ class GatedDeltaNet:
         self.ops, self.index, self.eps = ops, index, config.rms_norm_eps
         self.key_heads, self.value_heads = config.linear_key_heads, config.linear_value_heads
         self.dk, self.dv = config.linear_key_dim, config.linear_value_dim
-        # In 16 bits, the cuts and companions of a prompt show in the last bits of convolution and chunk scan. A router
-        # turns last bits into other experts: there both stay in fp32, in which they do not show.
-        self.steady = config.num_experts > 0
+        # Convolution and chunk scan are steady in fp32.
+        self.steady = config.steady
         values = self.value_heads * self.dv
         channels, hidden = config.conv_channels, config.hidden_size
         parts = [("qkv", channels), ("z", values), ("b", self.value_heads), ("a", self.value_heads)]
@@ -195,7 +194,7 @@ class Attention:
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str, index: int, ops: Ops) -> None:
         self.ops, self.index, self.eps = ops, index, config.rms_norm_eps
         self.heads, self.kv_heads, self.d = config.num_heads, config.num_kv_heads, config.head_dim
-        self.steady = config.num_experts > 0
+        self.steady = config.steady
         hidden = config.hidden_size
         # q_proj interleaves query and gate per head; stacked as queries, keys, gates, values the queries and keys
         # come out side by side and share their norm and rotation.
@@ -309,7 +308,7 @@ class Qwen35Model:
             CheckpointError: naming the tensor that is missing, misshapen or left over.
         """
         self.config, self.ops, self.eps = config, ops, config.rms_norm_eps
-        weights = Weights(source, device, dtype, ops, steady=config.num_experts > 0)
+        weights = Weights(source, device, dtype, ops, steady=config.steady)
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = weights.get("model.embed_tokens.weight", vocab, hidden)
         tied = config.tie_word_embeddings

@@ -125,8 +125,7 @@ class ModelRunner:
             )
             self._allocate()
         self._launched: deque[PendingStep] = deque()
-        steady = self.config.num_experts > 0
-        self._builder = BatchBuilder(max_num_seqs, max_model_len, self.dtype, self.device, steady=steady)
+        self._builder = BatchBuilder(max_num_seqs, max_model_len, self.dtype, self.device, steady=self.config.steady)
 
     def _allocate(self) -> None:
         """Make every pool once, zeroed, so that stale memory can never hold a NaN."""

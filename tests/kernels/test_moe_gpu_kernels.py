@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,9 +12,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
 
-from gluon_emulator import launch
 from interpreter_fixes import fix_interpreter
 from moe_cases import CASES, Case, make_case, off
+from moe_emulation import Emulated, quantised
 from sparkinfer_kernels.linear import skinny_kernel
 from sparkinfer_kernels.moe import gpu
 from sparkinfer_kernels.moe.skinny_kernel import nvfp4_experts_kernel
@@ -24,53 +22,19 @@ from test_linear_skinny import nvfp4_asm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_moe_gpu.py runs the kernels on the GPU")
 
+ASM = {skinny_kernel.DEQUANTISE: nvfp4_asm}
+
 
 @pytest.fixture(autouse=True)
 def on_the_cpu() -> Iterator[None]:
     """Kernels interpreted; the Gluon kernel emulated with few programs, in random order."""
     fix_interpreter()
     with (
-        mock.patch.object(gpu, "nvfp4_experts_kernel", Emulated()),
+        mock.patch.object(gpu, "nvfp4_experts_kernel", Emulated(nvfp4_experts_kernel, ASM)),
         mock.patch.object(gpu, "quantise_rows", quantised),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(multi_processor_count=2)),
     ):
         yield
-
-
-def quantised(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """As `linear.quantise_rows`: the interpreter truncates what GPUs round to e4m3."""
-    scales.copy_(x.float().abs().amax(1) / 448)
-    values.copy_((x.float() / scales.unsqueeze(1)).to(torch.float8_e4m3fn))
-
-
-class Emulated:
-    """Stands for `nvfp4_experts_kernel`."""
-
-    names = nvfp4_experts_kernel.arg_names
-
-    def __getitem__(self, grid: tuple[int, int]) -> Any:
-        def run(*given: Any, **options: Any) -> None:
-            arguments = dict(zip(self.names, given, strict=False)) | options
-            for name in ("launch_pdl", "num_warps"):
-                del arguments[name]
-            flat = {
-                name: value.reshape(-1) if isinstance(value, torch.Tensor) else value
-                for name, value in arguments.items()
-            }
-            assert all(
-                value.untyped_storage().data_ptr() == arguments[name].untyped_storage().data_ptr()
-                for name, value in flat.items()
-                if isinstance(value, torch.Tensor)
-            )
-            launch(
-                nvfp4_experts_kernel,
-                flat,
-                grid,
-                {skinny_kernel.DEQUANTISE: nvfp4_asm},
-                order=lambda programs: random.Random(0).sample(list(programs), len(list(programs))),
-            )
-
-        return run
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,9 +12,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
 
-from gluon_emulator import launch
 from interpreter_fixes import fix_interpreter
 from moe_cases import CASES, Case, make_case, off
+from moe_emulation import Emulated, quantised
 from sparkinfer_kernels.linear import layout
 from sparkinfer_kernels.moe import gpu, items
 from sparkinfer_kernels.moe.experts_kernel import experts_kernel
@@ -31,47 +29,11 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fix_interpreter()
     monkeypatch.setattr(layout, "ORDER", "wgmma")
     with (
-        mock.patch.object(items, "experts_kernel", Emulated()),
+        mock.patch.object(items, "experts_kernel", Emulated(experts_kernel, ASM)),
         mock.patch.object(items, "quantise_rows", quantised),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(multi_processor_count=2)),
     ):
         yield
-
-
-def quantised(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """As `linear.quantise_rows`: the interpreter truncates what GPUs round to e4m3."""
-    scales.copy_(x.float().abs().amax(1) / 448)
-    values.copy_((x.float() / scales.unsqueeze(1)).to(torch.float8_e4m3fn))
-
-
-class Emulated:
-    """Stands for `experts_kernel`."""
-
-    names = experts_kernel.arg_names
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def run(*given: Any, **options: Any) -> None:
-            arguments = dict(zip(self.names, given, strict=False)) | options
-            for name in ("launch_pdl", "num_warps"):
-                del arguments[name]
-            flat = {
-                name: value.reshape(-1) if isinstance(value, torch.Tensor) else value
-                for name, value in arguments.items()
-            }
-            assert all(
-                value.untyped_storage().data_ptr() == arguments[name].untyped_storage().data_ptr()
-                for name, value in flat.items()
-                if isinstance(value, torch.Tensor)
-            )
-            launch(
-                experts_kernel,
-                flat,
-                (*grid, 1),
-                ASM,
-                order=lambda programs: random.Random(0).sample(list(programs), len(list(programs))),
-            )
-
-        return run
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

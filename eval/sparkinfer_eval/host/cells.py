@@ -15,13 +15,13 @@ from typing import Any
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer_eval import metrics, token_load
 from sparkinfer_eval.aiperf import Load, measure
-from sparkinfer_eval.cells import Cell, cell_digest, load_cells, resolve_cells, resolve_scale
+from sparkinfer_eval.cells import Cell, load_cells, resolve_cells, resolve_scale
 from sparkinfer_eval.host import facts
 from sparkinfer_eval.host.servers import Running
 from sparkinfer_eval.host.site import Host, program
 from sparkinfer_eval.plan.identity import folder_digest
 from sparkinfer_eval.prompts import read_prompts
-from sparkinfer_eval.records import RawResult, read_records, write_records
+from sparkinfer_eval.records import read_records, write_records
 from sparkinfer_eval.report.failures import record_failure
 from sparkinfer_eval.result_folder import Target
 
@@ -128,22 +128,11 @@ def quick_cell(sitting: Sitting, cell: Cell, target: Target) -> None:
     started = dt.datetime.now(dt.UTC)
     records = token_load.run(sitting.server.url, "m", waves, cell.concurrency, cell.request_timeout_s)
     prompts = hashlib.sha256("".join(r.prompt_sha256 for r in sorted(records, key=lambda r: r.request_id)).encode())
-    assert target.model_digest is not None
-    result = RawResult(
-        run=target.run,
-        block=target.block,
-        engine=target.engine,
-        engine_version=target.engine_version,
-        engine_digest=target.engine_digest,
-        model=target.model_name,
-        model_digest=target.model_digest,
-        cell=cell.id,
-        rep=target.rep,
-        cell_definition=cell.definition(),
-        cell_digest=cell_digest(cell),
+    result = target.result(
+        cell,
         prompts_sha256=prompts.hexdigest(),
         command=facts.plain(sitting.host, [sys.executable, *sys.argv]),
-        started_at=started.isoformat(timespec="seconds"),
+        started_at=started,
         tool={"name": "token_load", "version": "1"},
     )
     staging = target.out.with_name(f".{target.out.name}.part")

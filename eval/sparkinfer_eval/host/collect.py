@@ -12,7 +12,7 @@ from typing import Any
 
 from sparkinfer.errors import ConfigError
 from sparkinfer_eval.cells import cell_from_definition
-from sparkinfer_eval.host.cells import run_folder, settings_of
+from sparkinfer_eval.host.cells import cells_of, run_folder, settings_of
 from sparkinfer_eval.host.site import Host
 from sparkinfer_eval.plan.identity import folder_digest, has_random_weights, project_version, source_tree_digest
 from sparkinfer_eval.report.machine import source_facts
@@ -35,7 +35,6 @@ def declare(host: Host, run: str, statement: str, overrides: Mapping[str, Any], 
     if not servers:
         raise ConfigError(f"{folder} holds no measured server: measure cells first")
     models = sorted({path.name for path in folder.glob("b*/*/*") if path.is_dir()})
-    order = [f"{shape}-c{count}" for shape in ("chat", "long_answer", "long_prompt") for count in (1, 4, 16, 32)]
     environments = {"engine": host.launcher("sparkinfer")}
     if any(server["engine"] == "vllm" for server in servers):
         environments["vllm"] = host.launcher("vllm")
@@ -48,7 +47,7 @@ def declare(host: Host, run: str, statement: str, overrides: Mapping[str, Any], 
         "scale": {"statement": statement, "full": False, "settings": settings_of(host, overrides)},
         "engines": list({server["engine"]: _engine(server) for server in servers}.values()),
         "models": [_model(host, name) for name in models],
-        "cells": order,
+        "cells": [cell.id for cell in cells_of(host, "all", overrides)],
         "checks": checks,
         "blocks": 1,
         "reps": 1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -85,6 +86,11 @@ def _stored() -> dict[str, dict[str, dict[str, list[list[int]]]]]:
     return stored
 
 
+def _nearest(rows: Sequence[tuple[Any, ...] | list[int]], n: int, k: int) -> Any:
+    """The row [N, K, ...] whose shape is nearest, by ratios of N and K."""
+    return min(rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1])))
+
+
 @cache
 def _table() -> dict[str, dict[str, dict[int, list[tuple[int, int, Config]]]]]:
     return {
@@ -101,8 +107,7 @@ def _table() -> dict[str, dict[str, dict[int, list[tuple[int, int, Config]]]]]:
 def wgmma_config(tokens: int, n: int, k: int) -> WgmmaConfig:
     """Parameters of the nearest shape in the table."""
     rows = _stored()["sm_90"]["nvfp4_wgmma"][str(tokens)]
-    nearest = min(rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1])))
-    return WgmmaConfig(*nearest[2:])
+    return WgmmaConfig(*_nearest(rows, n, k)[2:])
 
 
 @cache
@@ -113,9 +118,7 @@ def config_for(arch: str, form: str, tokens: int, n: int, k: int) -> Config:
     """
     table = _table()
     rows = table.get(arch, table.get("sm_90", {})).get(form, {}).get(tokens, [])
-    best = FALLBACK
-    if rows:
-        best = min(rows, key=lambda row: abs(math.log(n / row[0])) + abs(math.log(k / row[1])))[2]
+    best: Config = _nearest(rows, n, k)[2] if rows else FALLBACK
     if -(-k // 128) < best.kb:
         best = replace(best, kb=1)
     stage = best.wk * best.kb * (best.rows * ROW_BYTES[form] + tokens * 256)

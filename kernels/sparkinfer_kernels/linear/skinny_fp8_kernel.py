@@ -14,7 +14,6 @@ from triton.runtime.jit import constexpr_function
 
 from sparkinfer_kernels.linear.skinny_kernel import (
     _advance,
-    _bits,
     _fetch_x,
     _finish,
     _operand,
@@ -23,6 +22,7 @@ from sparkinfer_kernels.linear.skinny_kernel import (
     _x_copy_layout,
     _x_layout,
 )
+from sparkinfer_kernels.linear.tiles import bits
 
 # Four e4m3 numbers to two bfloat16 pairs: sign to bit 15, exponent and mantissa to bits 10..4, times 2^120.
 DEQUANTISE = gl.constexpr("""
@@ -49,20 +49,20 @@ mov.b32 {$2, $3}, b;
 @constexpr_function
 def _words_layout(wk, wn, rt, kb):
     """[WK, WN * RT * 16, KB * 32] words of four numbers, as the matrix instructions take them."""
-    regs = [[0, 0, 1], [0, 0, 2], [0, 8, 0]] + [[0, 0, b] for b in _bits(16, kb * 32)]
-    regs += [[0, b, 0] for b in _bits(16 * wn, 16 * wn * rt)]
+    regs = [[0, 0, 1], [0, 0, 2], [0, 8, 0]] + [[0, 0, b] for b in bits(16, kb * 32)]
+    regs += [[0, b, 0] for b in bits(16 * wn, 16 * wn * rt)]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    warps = [[0, b, 0] for b in _bits(16, 16 * wn)] + [[b, 0, 0] for b in _bits(1, wk)]
+    warps = [[0, b, 0] for b in bits(16, 16 * wn)] + [[b, 0, 0] for b in bits(1, wk)]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [wk, wn * rt * 16, kb * 32])
 
 
 @constexpr_function
 def _copy_layout(wk, wn, rt, kb):
     """The same tensor for copying: 16 bytes per lane, the 128 bytes of a row side by side."""
-    rows = [[0, b, 0] for b in _bits(4, 16 * wn * rt)]
-    rest = rows + [[b, 0, 0] for b in _bits(1, wk)] + [[0, 0, b] for b in _bits(32, kb * 32)]
+    rows = [[0, b, 0] for b in bits(4, 16 * wn * rt)]
+    rest = rows + [[b, 0, 0] for b in bits(1, wk)] + [[0, 0, b] for b in bits(32, kb * 32)]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
-    count = len(_bits(1, wk * wn))
+    count = len(bits(1, wk * wn))
     return gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], *rest[count:]], lanes, rest[:count], [], [wk, wn * rt * 16, kb * 32]
     )

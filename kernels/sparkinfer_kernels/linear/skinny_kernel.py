@@ -8,6 +8,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
+from sparkinfer_kernels.linear.tiles import bits
+
 # One word of codes to the four bfloat16 pairs of a matrix instruction's first operand (see layout.py), each multiplied
 # with its row's scale. $0..$7 results (low and high half of each pair), $8 word, $9 and $10 scale pairs of g and g + 8.
 DEQUANTISE = gl.constexpr("""
@@ -36,39 +38,29 @@ mov.b32 {$6, $7}, d;
 
 
 @constexpr_function
-def _bits(first, last):
-    """Powers of two from `first` up to, not including, `last`."""
-    out = []
-    while first < last:
-        out.append(first)
-        first *= 2
-    return out
-
-
-@constexpr_function
 def _codes_layout(wk, wn, rt, kb):
     """[WK, WN * RT, KB * 256] words: 4 of a tile per lane; tiles of a row tile and row tiles in registers."""
-    regs = [[0, 0, b] for b in _bits(1, 4) + _bits(128, kb * 256)] + [[0, b, 0] for b in _bits(wn, wn * rt)]
-    lanes = [[0, 0, b] for b in _bits(4, 128)]
-    warps = [[0, b, 0] for b in _bits(1, wn)] + [[b, 0, 0] for b in _bits(1, wk)]
+    regs = [[0, 0, b] for b in bits(1, 4) + bits(128, kb * 256)] + [[0, b, 0] for b in bits(wn, wn * rt)]
+    lanes = [[0, 0, b] for b in bits(4, 128)]
+    warps = [[0, b, 0] for b in bits(1, wn)] + [[b, 0, 0] for b in bits(1, wk)]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [wk, wn * rt, kb * 256])
 
 
 @constexpr_function
 def _scales_layout(wk, wn, rt, kb):
     """[WK, WN * RT, KB * 32] words: one per lane for 128 columns."""
-    regs = [[0, 0, b] for b in _bits(32, kb * 32)] + [[0, b, 0] for b in _bits(wn, wn * rt)]
-    lanes = [[0, 0, b] for b in _bits(1, 32)]
-    warps = [[0, b, 0] for b in _bits(1, wn)] + [[b, 0, 0] for b in _bits(1, wk)]
+    regs = [[0, 0, b] for b in bits(32, kb * 32)] + [[0, b, 0] for b in bits(wn, wn * rt)]
+    lanes = [[0, 0, b] for b in bits(1, 32)]
+    warps = [[0, b, 0] for b in bits(1, wn)] + [[b, 0, 0] for b in bits(1, wk)]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [wk, wn * rt, kb * 32])
 
 
 @constexpr_function
 def _x_layout(wk, wn, bm, kb):
     """[WK, BM, KB * 128] activations: 16 columns side by side per lane; the same for all warps along N."""
-    regs = [[0, 0, b] for b in _bits(1, 16) + _bits(64, kb * 128)] + [[0, b, 0] for b in _bits(8, bm)]
+    regs = [[0, 0, b] for b in bits(1, 16) + bits(64, kb * 128)] + [[0, b, 0] for b in bits(8, bm)]
     lanes = [[0, 0, 16], [0, 0, 32], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    warps = [[0, 0, 0] for _ in _bits(1, wn)] + [[b, 0, 0] for b in _bits(1, wk)]
+    warps = [[0, 0, 0] for _ in bits(1, wn)] + [[b, 0, 0] for b in bits(1, wk)]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [wk, bm, kb * 128])
 
 
@@ -77,15 +69,13 @@ def _x_copy_layout(wk, wn, bm, kb):
     """[WK, BM, KB * 128] activations for copying: 16 bytes per lane, a row of 128 columns for 16 lanes."""
     regs, lanes, warps = (
         [[0, 0, 1], [0, 0, 2], [0, 0, 4]],
-        [[0, 0, b] for b in _bits(8, 128)] + [[0, 1, 0]],
+        [[0, 0, b] for b in bits(8, 128)] + [[0, 1, 0]],
         [],
     )
     rest = (
-        [[0, b, 0] for b in _bits(2, bm)]
-        + [[b, 0, 0] for b in _bits(1, wk)]
-        + [[0, 0, b] for b in _bits(128, kb * 128)]
+        [[0, b, 0] for b in bits(2, bm)] + [[b, 0, 0] for b in bits(1, wk)] + [[0, 0, b] for b in bits(128, kb * 128)]
     )
-    while len(warps) < len(_bits(1, wk * wn)):
+    while len(warps) < len(bits(1, wk * wn)):
         warps.append(rest.pop(0) if rest else [0, 0, 0])
     return gl.DistributedLinearLayout(regs + rest, lanes, warps, [], [wk, bm, kb * 128])
 

@@ -13,11 +13,8 @@ through `items.py` instead.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
-from triton.runtime.jit import JITFunction
 
 from sparkinfer_kernels.linear import layout
 from sparkinfer_kernels.moe import items, kernels, prefill_kernels
@@ -45,7 +42,7 @@ from sparkinfer_kernels.moe.workspace import (
     tile_for,
 )
 from sparkinfer_kernels.moe.workspace import make_workspace as make_mma_workspace
-from sparkinfer_kernels.programmatic import PDL
+from sparkinfer_kernels.programmatic import launch
 from sparkinfer_kernels.rms_norm.gpu import quantise_rows
 
 __all__ = ["ExpertMatrices", "MoeWeights", "Nvfp4Experts", "Workspace", "make_workspace", "moe", "prepare_moe"]
@@ -105,10 +102,6 @@ def _shared_apart(x: torch.Tensor, weights: MoeWeights) -> torch.Tensor | None:
     return (torch.nn.functional.silu(gate.float()) * up).to(x.dtype) @ weights.shared_down.t()
 
 
-def _launch(kernel: JITFunction[Any], grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    kernel[grid](*arguments, **options, PDL=PDL, launch_pdl=PDL)
-
-
 def _few(x: torch.Tensor, weights: MoeWeights, w: Workspace, out: torch.Tensor, extra: torch.Tensor | None) -> None:
     tokens, top_k, slots = x.shape[0], weights.top_k, weights.slots
     packed = weights.gate_up.nvfp4 is not None and weights.down.nvfp4 is not None
@@ -135,7 +128,7 @@ def route_few(x: torch.Tensor, weights: MoeWeights, w: Workspace, by_token: bool
     """Shares and list of items of at most `FEW_TOKENS` tokens: one kernel."""
     (tokens, hidden), experts = x.shape, weights.router.shape[0] - 1
     slots, bt = weights.slots, max(16, triton.next_power_of_2(x.shape[0]))
-    _launch(
+    launch(
         kernels.route_few_kernel,
         (triton.cdiv(experts + 1, ROUTER_ROWS), ROUTER_SPLIT),
         x,
@@ -184,20 +177,21 @@ def _experts(
 ) -> None:
     """The NVFP4 kernel over the items."""
     matrices = weights.gate_up if gate_up else weights.down
-    packed = matrices.nvfp4
-    assert packed is not None
+    codes, scales, row_scales = matrices.stored("nvfp4")
     _, n, k = matrices.shape
     chosen = GATE_UP if gate_up else DOWN_SUM if total else DOWN
     columns = triton.cdiv(k, 128)
     wk = min(chosen.wk, triton.next_power_of_2(columns))
     blocks = triton.cdiv(n, chosen.rows)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    nvfp4_experts_kernel[(1, pipeline_programs(chosen, blocks, total, processors))](
+    launch(
+        nvfp4_experts_kernel,
+        (1, pipeline_programs(chosen, blocks, total, processors)),
         x,
         x.stride(0),
-        packed.codes.view(torch.int32),
-        packed.scales.view(torch.int32),
-        packed.row_scales,
+        codes,
+        scales,
+        row_scales,
         w.shares,
         out,
         w.block_expert,
@@ -218,8 +212,6 @@ def _experts(
         KB=chosen.kb,
         STAGES=chosen.stages,
         EVEN=columns % (wk * chosen.kb) == 0,
-        PDL=PDL,
-        launch_pdl=PDL,
         num_warps=wk * chosen.wn,
     )
 
@@ -258,7 +250,7 @@ def sort(x: torch.Tensor, weights: MoeWeights, w: Workspace, bm: int, blocks: in
     (tokens, hidden), experts = x.shape, weights.router.shape[0] - 1
     token_blocks = triton.cdiv(tokens, ROUTER_TOKENS)
     sizes = {"E": experts, "SLOTS": weights.slots}
-    _launch(
+    launch(
         prefill_kernels.route_many_kernel,
         (token_blocks,),
         x,
@@ -278,7 +270,7 @@ def sort(x: torch.Tensor, weights: MoeWeights, w: Workspace, bm: int, blocks: in
         num_stages=3,
         **sizes,
     )
-    _launch(
+    launch(
         prefill_kernels.totals_kernel,
         (triton.cdiv(experts + 1, 8),),
         w.counts,
@@ -291,7 +283,7 @@ def sort(x: torch.Tensor, weights: MoeWeights, w: Workspace, bm: int, blocks: in
         num_warps=4,
     )
     per_program = 16
-    _launch(
+    launch(
         prefill_kernels.place_kernel,
         (max(token_blocks, triton.cdiv(blocks, per_program)),),
         w.chosen,
@@ -328,16 +320,8 @@ def _grouped(
 ) -> None:
     """Every block's product with its expert; rows of x by token for gate and up, by position for down."""
     _, n, k = matrices.shape
-    weight, scales, row_scales = matrices.bf16, None, None
-    if form == "nvfp4":
-        assert matrices.nvfp4 is not None
-        weight, scales = matrices.nvfp4.codes.view(torch.int32), matrices.nvfp4.scales.view(torch.int32)
-        row_scales = matrices.nvfp4.row_scales
-    elif form == "fp8":
-        assert matrices.fp8 is not None
-        weight, row_scales = matrices.fp8.values, matrices.fp8.scales
-    assert weight is not None
-    _launch(
+    weight, scales, row_scales = matrices.stored(form)
+    launch(
         prefill_kernels.grouped_kernel,
         (blocks * triton.cdiv(n, tile.bn),),
         x,
@@ -377,7 +361,7 @@ def _combine(
 ) -> None:
     tokens, hidden = out.shape
     block = min(1024, triton.next_power_of_2(hidden))
-    _launch(
+    launch(
         kernels.combine_kernel,
         (tokens, triton.cdiv(hidden, block)),
         y,

@@ -7,8 +7,6 @@ of tokens. `gpu.moe` comes here where weights were prepared in order "wgmma" (`l
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 
@@ -29,13 +27,8 @@ from sparkinfer_kernels.moe.items_workspace import (
 )
 from sparkinfer_kernels.moe.weights import ExpertMatrices, MoeWeights
 from sparkinfer_kernels.moe.workspace import FEW_TOKENS
-from sparkinfer_kernels.programmatic import PDL
+from sparkinfer_kernels.programmatic import launch
 from sparkinfer_kernels.rms_norm.gpu import quantise_rows
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """With programmatic dependent launch."""
-    kernel[grid](*arguments, **options, PDL=PDL, launch_pdl=PDL)
 
 
 def pairs_output(x: torch.Tensor, weights: MoeWeights, w: ItemWorkspace) -> torch.Tensor:
@@ -174,11 +167,13 @@ def _product(
     """
     matrices = weights.gate_up if gate_up else weights.down
     _, n, k = matrices.shape
-    words, scales, row_scales = _stored(matrices, form)
+    words, scales, row_scales = matrices.stored(form)
     chosen = (GATE_UP if gate_up else DOWN)[form, bm]
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     blocks = triton.cdiv(n, chosen.rows)
-    experts_kernel[(min(items * blocks, chosen.per_sm * processors),)](
+    launch(
+        experts_kernel,
+        (min(items * blocks, chosen.per_sm * processors),),
         x,
         x.stride(0),
         x_scales,
@@ -199,18 +194,5 @@ def _product(
         RT=chosen.rt,
         COLUMNS=chosen.columns,
         STAGES=chosen.stages,
-        PDL=PDL,
-        launch_pdl=PDL,
         num_warps=chosen.warps,
     )
-
-
-def _stored(matrices: ExpertMatrices, form: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Words, block scales and row scales of one form."""
-    if form == "nvfp4" and matrices.nvfp4 is not None:
-        packed = matrices.nvfp4
-        return packed.codes.view(torch.int32), packed.scales.view(torch.int32), packed.row_scales
-    if form == "fp8" and matrices.fp8 is not None:
-        return matrices.fp8.values, None, matrices.fp8.scales
-    assert matrices.bf16 is not None
-    return matrices.bf16, None, None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkinfer_kernels.moe.workspace import FEW_TOKENS, ITEM, MoeConfig
+from sparkinfer_kernels.moe.workspace import FEW_TOKENS, ITEM, MoeConfig, block_rows, zeros_on
 
 NVFP4_TOKENS = 2048
 """Up to this many tokens NVFP4 experts are preferred to a bf16 copy: reading that takes longer than expanding."""
@@ -62,8 +62,7 @@ def item_pairs(tokens: int, top_k: int, experts: int) -> int:
     """Pairs of an item for this many tokens: about the mean number of an expert's tokens, a power of two."""
     if tokens <= FEW_TOKENS:
         return ITEM
-    mean = tokens * top_k / experts
-    return next((rows for rows, limit in ((16, 8), (32, 28), (64, 96)) if mean <= limit), 128)
+    return block_rows(tokens, top_k, experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +134,7 @@ def make_item_workspace(config: MoeConfig, rows: int, device: torch.device) -> I
     inner, slots = config.moe_intermediate_size, config.experts_per_token + 1
     items, places = _most_places(rows, slots, experts, top_k)
     logits = max(min(rows, ROUTER_FEW) * 8, min(rows, ROUTER_SPLIT_TOKENS) * 4, rows) * router_width(experts)
-
-    def ints(*size: int) -> torch.Tensor:
-        return torch.zeros(*size, dtype=torch.int32, device=device)
-
-    def floats(dtype: torch.dtype, *size: int) -> torch.Tensor:
-        return torch.zeros(*size, dtype=dtype, device=device)
-
+    ints, floats = zeros_on(device)
     return ItemWorkspace(
         rows=rows,
         shares=floats(torch.float32, rows, top_k + 1),

@@ -42,6 +42,18 @@ class ExpertMatrices:
     fp8: Fp8RowWeight | None
     """values [E * N, K] e4m3 with one scale a row, for many tokens."""
 
+    def stored(self, form: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What a kernel reads of one form ("nvfp4", "fp8", "bf16"): words or values, block scales, row scales."""
+        if form == "nvfp4":
+            assert self.nvfp4 is not None
+            packed = self.nvfp4
+            return packed.codes.view(torch.int32), packed.scales.view(torch.int32), packed.row_scales
+        if form == "fp8":
+            assert self.fp8 is not None
+            return self.fp8.values, None, self.fp8.scales
+        assert self.bf16 is not None
+        return self.bf16, None, None
+
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -139,6 +141,15 @@ def max_blocks(pairs: int, experts: int, rows: int) -> int:
     return min(pairs, (pairs + experts * (rows - 1)) // rows)
 
 
+def zeros_on(device: torch.device) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """Two ways to make zeros there: `ints(*size)` int32, `floats(dtype, *size)`."""
+
+    def floats(dtype: torch.dtype, *size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    return partial(floats, torch.int32), floats
+
+
 def make_workspace(config: MoeConfig, rows: int, device: torch.device) -> Workspace:
     """Allocate what passes of up to `rows` rows need.
 
@@ -152,13 +163,7 @@ def make_workspace(config: MoeConfig, rows: int, device: torch.device) -> Worksp
     blocks, positions = _most_positions(rows, slots, experts, top_k)
     token_blocks = triton.cdiv(rows, ROUTER_TOKENS)
     width = triton.next_power_of_2(experts) + ROUTER_ROWS
-
-    def ints(*size: int) -> torch.Tensor:
-        return torch.zeros(*size, dtype=torch.int32, device=device)
-
-    def floats(dtype: torch.dtype, *size: int) -> torch.Tensor:
-        return torch.zeros(*size, dtype=dtype, device=device)
-
+    ints, floats = zeros_on(device)
     return Workspace(
         rows=rows,
         shares=floats(torch.float32, rows, top_k + 1),
