@@ -13,6 +13,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -95,11 +96,15 @@ def mixing(options: argparse.Namespace) -> Iterator[Figure]:
     longest = max(cell.longest for cell in cells.values()) + 32
     flags = ["--device", options.device, "--dtype", options.dtype, "--max-model-len", str(longest)]
     quiet = {"SPARKINFER_LOG_LEVEL": "warning"}
-    on = quiet if recording is None else {**quiet, "SPARKINFER_STEP_TRACE": str(recording.trace(1).absolute())}
+    on, off = dict(quiet), {**quiet, "SPARKINFER_MIXED_CHUNK": "0"}
     with ExitStack() as stack:
+        if recording is not None:  # both servers bear the cost of the trace
+            on["SPARKINFER_STEP_TRACE"] = str(recording.trace(1).absolute())
+            unread = stack.enter_context(tempfile.TemporaryDirectory())
+            off["SPARKINFER_STEP_TRACE"] = str(Path(unread, "off.steps.jsonl"))
         urls = {
             "on": stack.enter_context(launch.served(options.model, flags, on)),
-            "off": stack.enter_context(launch.served(options.model, flags, {**quiet, "SPARKINFER_MIXED_CHUNK": "0"})),
+            "off": stack.enter_context(launch.served(options.model, flags, off)),
         }
         wanted = pairs + (alone if recording is not None else [])
         for number, cell in enumerate(wanted):
