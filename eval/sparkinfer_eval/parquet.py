@@ -42,6 +42,11 @@ SCHEMA = pa.schema(
 )
 RESULT_COLUMNS = ("run", "block", "engine", "engine_digest", "model", "cell", "rep")
 RECORD_COLUMNS = tuple(field.name for field in SCHEMA if field.name not in RESULT_COLUMNS)
+ENCODING: dict[str, Any] = {
+    "use_dictionary": ["run", "engine", "engine_digest", "model", "cell", "phase", "finish_reason", "label"],
+    "column_encoding": {"token_ns.list.element": "BYTE_STREAM_SPLIT"},
+}
+"""Times of tokens are nearly all of the file: with their high bytes side by side it is less than half as large."""
 
 
 def rows(result: RawResult, records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -84,7 +89,7 @@ def write(folders: Iterable[Path], path: Path) -> int:
     results = [(read_result(folder), read_records(folder / "records.jsonl")) for folder in folders]
     built = table(results)
     temporary = path.with_name(f".{path.name}.part")
-    pq.write_table(built, temporary, compression="zstd", store_schema=True)
+    pq.write_table(built, temporary, compression="zstd", compression_level=19, store_schema=True, **ENCODING)
     temporary.replace(path)
     return built.num_rows
 

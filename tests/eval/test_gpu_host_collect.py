@@ -73,10 +73,13 @@ def test_a_packed_run_is_read_by_the_report(host: Host, tmp_path: Path) -> None:
         collect.bring_in(ROOT, archive, tmp_path / "results")
 
 
-def test_a_run_of_another_engine_is_refused(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("there", [{"commit": None, "dirty": None}, {"commit": "0" * 40, "dirty": True}])
+def test_a_run_of_another_engine_is_refused(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: dict[str, object]
+) -> None:
     cells = resolve_cells(load_cells(ROOT / "config" / "cells.yaml"), "full", COUNTS)
-    # As on a host whose copy of the tree has no git.
-    monkeypatch.setattr("sparkinfer_eval.report.run_info.source_facts", lambda root: {"commit": None, "dirty": None})
+    # As on a host whose copy of the tree has no git, or lies in a repository that knows nothing of its changes.
+    monkeypatch.setattr("sparkinfer_eval.report.run_info.source_facts", lambda root: there)
     measured(host, "sparkinfer", f"sha256:{'2' * 64}", cells["chat-c1"])
     archive = collect.pack(host, "t1", tmp_path / "out", "A test.", COUNTS, [])
     with pytest.raises(ConfigError, match="from a checkout of the commit that was measured"):

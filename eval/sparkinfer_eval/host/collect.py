@@ -127,7 +127,8 @@ def bring_in(root: Path, archive: Path, results: Path) -> Path:
         info = read_run_info(folder / "run.json")
         for path in folder.glob("b*/*/*/*/r*/result.json"):
             cell_from_definition(json.loads(path.read_text("utf-8"))["cell_definition"])
-        if info["source"]["commit"] is None:
+        # A copy of a working tree may lie in a repository that knows nothing of its changes: the digest decides.
+        if info["source"]["commit"] is None or info["source"]["dirty"]:
             info["source"] = _proved(root, info)
             write_json(folder / "run.json", info)
         folder.rename(target)

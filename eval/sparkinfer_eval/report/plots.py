@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from PIL import Image
 
 from sparkinfer_eval.report.figures import Figures
 from sparkinfer_eval.report.text import cell_name, is_arrivals, number, shape_name, split_cell
@@ -40,6 +41,7 @@ RC: Any = {
     "legend.frameon": False,
     "legend.fontsize": 9,
 }
+PNG_COLOURS = 64
 PNG_DPI = 150
 
 Plot = Callable[[Figures, str], Canvas | None]
@@ -296,7 +298,15 @@ def render(canvas: Canvas, name: str) -> tuple[bytes, str]:
     canvas.savefig(png, format="png", dpi=PNG_DPI, metadata={"Software": None})
     with matplotlib.rc_context({"svg.hashsalt": f"sparkinfer-{name}"}):
         canvas.savefig(svg, format="svg", metadata={"Date": None})
-    return png.getvalue(), svg.getvalue()
+    return _palette(png), svg.getvalue()
+
+
+def _palette(png: io.BytesIO) -> bytes:
+    """The picture with a palette: lines and text need few colours, and it is a third as large."""
+    small = io.BytesIO()
+    picture = Image.open(png).convert("RGB").quantize(PNG_COLOURS, dither=Image.Dither.NONE)
+    picture.save(small, format="PNG", optimize=True)
+    return small.getvalue()
 
 
 def draw_all(figures: Figures) -> dict[str, tuple[bytes, str, str]]:
