@@ -42,7 +42,10 @@ SNAPSHOT = "0" * 40
 
 @dataclass(frozen=True)
 class Load:
-    """One AIPerf run: where to send the cell's prompts, and with which executable and seed."""
+    """One AIPerf run: where to send the cell's prompts, and with which executable and seed.
+
+    `model` is the folder whose tokenizer AIPerf loads.
+    """
 
     url: str
     served_name: str

@@ -19,6 +19,7 @@ from sparkinfer_eval.cells import Cell, load_cells, resolve_cells, resolve_scale
 from sparkinfer_eval.host import facts
 from sparkinfer_eval.host.servers import Running
 from sparkinfer_eval.host.site import Host, program
+from sparkinfer_eval.host.tokenizer import SOURCE
 from sparkinfer_eval.plan.identity import folder_digest
 from sparkinfer_eval.prompts import read_prompts
 from sparkinfer_eval.records import read_records, write_records
@@ -147,10 +148,12 @@ def aiperf_cell(sitting: Sitting, cell: Cell, target: Target) -> None:
     path = prompts_of(sitting.host, sitting.server.model) / f"{cell.id}.jsonl"
     if not path.exists():
         raise ConfigError(f"{path} does not exist: make it with `gpu_host.py prompts`")
+    # AIPerf takes 14 s to load the filled-up tokenizer and counts nothing with it (the server's counts are used).
+    filled_up = target.model.is_relative_to(sitting.host.work)
     load = Load(
         url=sitting.server.url,
         served_name="m",
-        model=target.model,
+        model=sitting.host.root / "models" / SOURCE if filled_up else target.model,
         cell=cell,
         prompts=read_prompts(path),
         seed=sitting.seed,

@@ -11,7 +11,7 @@ from pathlib import Path
 from sparkinfer.errors import SparkinferError
 from sparkinfer_eval.host import servers
 from sparkinfer_eval.host.site import Host, install_wheels, load_caches, program, save_caches, unpack
-from sparkinfer_eval.host.tokenizer import write_text_tokenizer
+from sparkinfer_eval.host.tokenizer import SOURCE, write_text_tokenizer
 
 CHECKS = ("pack_ckpt_check", "prefix_check", "mixed_conc_check")
 
@@ -101,7 +101,7 @@ def _run(host: Host, options: argparse.Namespace) -> int:
             arguments += ["--format", options.format, *more]
             code = program(host, "checkpoint", arguments, host.work / "logs" / f"checkpoint-{name}.log", 300)
             if code == 0:
-                write_text_tokenizer(host.work / "models" / name, host.root / "models" / "spark-tiny-dense")
+                write_text_tokenizer(host.work / "models" / name, host.root / "models" / SOURCE)
             return code
         case "check" | "bench" | "profile":
             return _programs(host, options)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from sparkinfer.errors import ConfigError
 
+SOURCE = "spark-tiny-dense"
+"""The model of the checkout whose tokenizer is filled up."""
 NAMES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
