@@ -1,4 +1,4 @@
-"""Where a run's time went, step by step, against the floor of the card: `eval/step_breakdown.py REPORT TRACE --config DIR`.
+"""A run's time, step by step, against the floor of the card: `eval/step_breakdown.py REPORT TRACE --config DIR`.
 
 The logic is in `sparkinfer_eval.step_breakdown`.
 """

@@ -79,7 +79,7 @@ def test_program_on_the_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert spent == pytest.approx(row["seconds"], rel=0.02)
     empty = tmp_path / "other.jsonl.gz"
     lines = gzip.decompress(trace.read_bytes()).decode().splitlines()
-    moved = [json.loads(lines[0]) | {"epoch": 0.0}] + [json.loads(lines[1])]
+    moved = [json.loads(lines[0]) | {"epoch": 0.0}, json.loads(lines[1])]
     empty.write_bytes(gzip.compress("\n".join(json.dumps(line) for line in moved).encode()))
     assert main([str(report), str(empty), "--config", str(tmp_path)]) == 2
     assert main([str(report), str(trace), "--config", str(tmp_path), "--engine", "nobody"]) == 2
