@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import io
+import json
 import lzma
+import os
+import shutil
 import tarfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from fake_openai_server import Script, serving
 from sparkinfer_eval import token_load
+from sparkinfer_eval.cells import Cell
 from sparkinfer_eval.host import cells as host_cells
 from sparkinfer_eval.host import servers
 from sparkinfer_eval.host.cli import main
 from sparkinfer_eval.host.site import Host, load_caches, save_caches, unpack
-from sparkinfer_eval.records import Record, write_records
+from sparkinfer_eval.prompts import PromptSet
+from sparkinfer_eval.records import Record, read_result, write_records
+from sparkinfer_eval.report.failures import read_failures
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 
@@ -81,9 +89,34 @@ def test_cells_and_their_numbers(host: Host) -> None:
         ("chat-c16", 128, 1024),
         ("long_prompt-c1", 3, 8192),
     ]
-    assert len(host_cells.cells_of(host, "all", {})) == 12
-    with pytest.raises(ConfigError, match="no closed-loop cell poisson-r1"):
-        host_cells.cells_of(host, "poisson-r1", {})
+    assert len(host_cells.cells_of(host, "all", {})) == 14
+    with pytest.raises(ConfigError, match="no cell poisson-r3"):
+        host_cells.cells_of(host, "poisson-r3", {})
+
+
+def test_planned_arrivals_are_measured_with_the_prompts_of_the_model(
+    host: Host, model: Path, small_cells: dict[str, Cell], small_prompts: dict[str, PromptSet]
+) -> None:
+    """A cell that is no result is named in the run's ledger, and the next one is measured."""
+    (host.work / "models").mkdir()
+    (host.work / "models" / "toy").symlink_to(model)
+    cell = small_cells["poisson-r1"]
+    with serving(Script(cell.prompt_tokens)) as url:
+        server = servers.Running("sparkinfer", "toy", "exact", int(url.rpartition(":")[2]), os.getpid(), "", 1.0)
+        facts = host_cells.run_folder(host, "t") / "servers" / "sparkinfer-toy-1.json"
+        facts.parent.mkdir(parents=True)
+        facts.write_text(json.dumps({"version": "0.1", "engine_digest": f"sha256:{'1' * 64}"}))
+        sitting = host_cells.Sitting(host, "t", server, 1, 0)
+        assert host_cells.measure_cells(sitting, [cell], "aiperf", time.monotonic() + 60) == 1
+        made = host_cells.prompts_of(host, "toy")
+        made.mkdir(parents=True)
+        for path in small_prompts["poisson-r1"].path.parent.glob("poisson-r1.*"):
+            shutil.copy(path, made)
+        assert host_cells.measure_cells(sitting, [cell], "tokens", time.monotonic() + 60) == 0
+    result = read_result(host_cells.folder_of(host, "t", server, cell.id, 1))
+    assert result.tool["name"] == "spec_open_arrivals"
+    (failure,) = read_failures(host_cells.run_folder(host, "t"))
+    assert "gpu_host.py prompts" in failure.reason
 
 
 def test_the_table_compares_what_both_engines_have(host: Host) -> None:

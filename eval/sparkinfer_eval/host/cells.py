@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import ConfigError, SparkinferError
-from sparkinfer_eval import metrics, token_load
+from sparkinfer_eval import arrivals, metrics, token_load
 from sparkinfer_eval.aiperf import Load, measure
 from sparkinfer_eval.cells import Cell, load_cells, resolve_cells, resolve_scale
 from sparkinfer_eval.host import facts
@@ -21,7 +21,7 @@ from sparkinfer_eval.host.servers import Running
 from sparkinfer_eval.host.site import Host, program
 from sparkinfer_eval.host.tokenizer import SOURCE
 from sparkinfer_eval.plan.identity import folder_digest
-from sparkinfer_eval.prompts import read_prompts
+from sparkinfer_eval.prompts import PromptSet, read_prompts
 from sparkinfer_eval.records import read_records, write_records
 from sparkinfer_eval.report.failures import record_failure
 from sparkinfer_eval.result_folder import Target
@@ -38,17 +38,16 @@ def settings_of(host: Host, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cells_of(host: Host, names: str, overrides: Mapping[str, Any]) -> list[Cell]:
-    """The closed-loop cells of the full scale, by name (`chat-c1,long_prompt-c4`, in that order) or `all`.
+    """Cells of the full scale, by name (`chat-c1,poisson-r1`, in that order) or `all`.
 
     Raises ConfigError for an unknown one.
     """
     found = resolve_cells(load_cells(host.root / "config" / "cells.yaml"), SCALE, overrides)
-    closed = {name: cell for name, cell in found.items() if cell.kind == "closed"}
-    wanted = list(closed) if names == "all" else names.split(",")
+    wanted = list(found) if names == "all" else names.split(",")
     for name in wanted:
-        if name not in closed:
-            raise ConfigError(f"no closed-loop cell {name}: there are {', '.join(closed)}")
-    return [closed[name] for name in wanted]
+        if name not in found:
+            raise ConfigError(f"no cell {name}: there are {', '.join(found)}")
+    return [found[name] for name in wanted]
 
 
 def run_folder(host: Host, run: str) -> Path:
@@ -103,8 +102,9 @@ def measure_cells(sitting: Sitting, cells: list[Cell], load: str, until: float) 
                 print(f"{cell.id}: no time left in this call", flush=True)
                 continue
             begun = time.monotonic()
+            run = arrivals_cell if cell.kind == "poisson" else quick_cell if load == "tokens" else aiperf_cell
             try:
-                (quick_cell if load == "tokens" else aiperf_cell)(sitting, cell, target)
+                run(sitting, cell, target)
             except SparkinferError as error:
                 record_failure(
                     run_folder(sitting.host, sitting.run), block=BLOCK, engine=target.engine, model=target.model_name,
@@ -143,11 +143,21 @@ def quick_cell(sitting: Sitting, cell: Cell, target: Target) -> None:
     staging.rename(target.out)
 
 
-def aiperf_cell(sitting: Sitting, cell: Cell, target: Target) -> None:
-    """Measure one cell with the bundled AIPerf, as `eval/run_cell.py` does. Raises InvalidRun with the failed gates."""
+def _prompts(sitting: Sitting, cell: Cell) -> PromptSet:
     path = prompts_of(sitting.host, sitting.server.model) / f"{cell.id}.jsonl"
     if not path.exists():
         raise ConfigError(f"{path} does not exist: make it with `gpu_host.py prompts`")
+    return read_prompts(path)
+
+
+def arrivals_cell(sitting: Sitting, cell: Cell, target: Target) -> None:
+    """Measure an open-loop cell, as `eval/spec_open_arrivals.py` does. Raises InvalidRun with the failed gates."""
+    command = facts.plain(sitting.host, [sys.executable, *sys.argv])
+    arrivals.measure(sitting.server.url, "m", cell, _prompts(sitting, cell), target, command)
+
+
+def aiperf_cell(sitting: Sitting, cell: Cell, target: Target) -> None:
+    """Measure one cell with the bundled AIPerf, as `eval/run_cell.py` does. Raises InvalidRun with the failed gates."""
     # AIPerf takes 14 s to load the filled-up tokenizer and counts nothing with it (the server's counts are used).
     filled_up = target.model.is_relative_to(sitting.host.work)
     load = Load(
@@ -155,7 +165,7 @@ def aiperf_cell(sitting: Sitting, cell: Cell, target: Target) -> None:
         served_name="m",
         model=sitting.host.root / "models" / SOURCE if filled_up else target.model,
         cell=cell,
-        prompts=read_prompts(path),
+        prompts=_prompts(sitting, cell),
         seed=sitting.seed,
         executable=sitting.host.launcher("aiperf", "-m", "aiperf"),
     )

@@ -120,6 +120,8 @@ def _run(host: Host, options: argparse.Namespace) -> int:
             until = time.monotonic() + options.within
             sitting = Sitting(host, options.run, servers.running(host), options.rep, options.seed)
             found = cells_of(host, options.cells, options.overrides)
+            if options.load == "tokens" and options.cells == "all":
+                found = [cell for cell in found if cell.kind == "closed"]  # Planned arrivals are sent as text.
             return measure_cells(sitting, found, options.load, until)
         case "collect":
             from sparkinfer_eval.host.collect import pack
