@@ -39,7 +39,7 @@ from . import launch, metrics, server_probe
 from .closed_loop import closed_loop
 from .corpus import TEXTS, read_text
 from .figure import Figure
-from .mixing_pairs import LOST, mixing
+from .mixing_pairs import CONFIDENCE, FEWEST_PAIRS, mixing
 from .prompts import ChatCounter
 from .report.machine import machine_facts, source_facts
 
@@ -233,7 +233,9 @@ def markdown(record: dict[str, Any]) -> str:
         lines.append(f"| {figure['part']} | {figure['name']} | {value} | {goal} | {reached} | {figure['note']} |")
     lines += [
         "",
-        f"Throughput counts as lost when it falls by more than {LOST:.0%}, an allowance for noise.",
+        "Mixing: each pair has two servers of its own. Throughput counts as lost when the whole interval of the median "
+        f"ratio ({CONFIDENCE:.0%}, order statistics) lies below 1, the time to the first token as lowered when all of "
+        "it does.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -261,7 +263,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--cells", type=Path, default=Path("config/cells.yaml"))
     parser.add_argument("--scale", default="cpu")
-    parser.add_argument("--repeats", type=int, default=2, help="pairs of runs for each cell (default %(default)s)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=9,
+        help=f"pairs of runs for each cell, at least {FEWEST_PAIRS} (default %(default)s)",
+    )
     parser.add_argument(
         "--record", type=Path, metavar="FOLDER", help="keep the mixing part's requests and steps for eval/simulate.py"
     )
@@ -285,6 +292,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"wait until it is below {QUIET_CPUS}, or give --busy"
             )
         load_config(options.model)
+        if "mixing" in options.parts and options.repeats < FEWEST_PAIRS:
+            raise ConfigError(
+                f"--repeats {options.repeats}: an interval of {CONFIDENCE:.0%} needs at least {FEWEST_PAIRS} pairs"
+            )
         if options.record is not None and options.record.exists():
             raise ConfigError(f"--record {options.record} exists: name a new folder")
         command = ["python", "eval/scheduling_figures.py", *(sys.argv[1:] if arguments is None else arguments)]
