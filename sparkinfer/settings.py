@@ -54,7 +54,7 @@ class Settings:
         "several prompts are cheaper per token and shorten the queue. 0: always `MIXED_CHUNK`.",
         where="scheduler, memory plan",
         low=0,
-        auto="on a CPU 5120, at most `PREFILL_CHUNK`, where `MIXED_CHUNK` is below half of it; otherwise 0: on a GPU, "
+        auto="on a CPU 4096, at most `PREFILL_CHUNK`, where `MIXED_CHUNK` is below half of it; otherwise 0: on a GPU, "
         "prompts of 1024 tokens already fill a pass, and each size of a pass is captured at start",
     )
     own_pass_tokens: int = _setting(

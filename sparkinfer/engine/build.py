@@ -30,8 +30,8 @@ log = logging.getLogger("sparkinfer.engine")
 
 MIXED_CHUNK_DENSE = 1024
 MIXED_CHUNK_MOE = 4096
-BACKLOG_CHUNK = 5120
-"""On a CPU: its costs, replayed with budgets from 4096 to 8192, are in docs/simulator.md."""
+BACKLOG_CHUNK = 4096
+"""On a CPU: reports/scheduling/mixing.md shows other budgets."""
 SNAPSHOT_POOL_MB = 4096
 SNAPSHOTS_PER_REQUEST = 16
 """The automatic pool of a small model stops at this many snapshots for each request that can run."""

@@ -118,13 +118,13 @@ def test_scheduler_gets_every_policy(config: ModelConfig, model_dir: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "device", "budget"),
     [
-        (Settings(), "cpu", 5120),
+        (Settings(), "cpu", 4096),
         (Settings(), "cuda:0", 0),
         (Settings(backlog_chunk=2048), "cuda:0", 2048),
         (Settings(backlog_chunk=0), "cpu", 0),
         (Settings(mixed_chunk=0), "cpu", 0),
         (Settings(mixed_chunk=4096), "cpu", 0),
-        (Settings(prefill_chunk=4096), "cpu", 4096),
+        (Settings(prefill_chunk=3072), "cpu", 3072),
         (Settings(prefill_chunk=2048), "cpu", 0),
         (Settings(deterministic=True, backlog_chunk=2048), "cuda:0", 0),
     ],

@@ -297,7 +297,8 @@ def fit_cells(recorded: Recorded, cells: Sequence[CellRun]) -> Costs:
     host = measure_host(closed or planned)
     open_host = measure_host(planned) if planned and closed else None
     crowded = [flag for one in cells for flag in _crowded(one, host)]
-    return fit([one.steps for one in cells], host, recorded.trace.scheduler, about, open_host, crowded)
+    apart = [bool(closed) and not one.cell.concurrency for one in cells]
+    return fit([one.steps for one in cells], host, recorded.trace.scheduler, about, open_host, crowded, apart)
 
 
 def fit_run(recorded: Recorded, patterns: Sequence[str]) -> tuple[Costs, list[CellRun]]:

@@ -141,7 +141,9 @@ class Simulation:
         end = now + (alone * slower if alone * slower <= crowded else alone + crowded * (1 - 1 / slower))
         sampled = plan.num_sampled
         self._decode_rows += plan.num_decode
-        free = end + self._costs.host_seconds(plan) * self._factor("between")
+        planned = not self._workload.concurrency and self._costs.open_host_weights is not None
+        between = self._costs.host_seconds(plan, planned) * self._factor("between, planned" if planned else "between")
+        free = end + between
         self._take_turns(end)
         arrives = self._free_s = max(self._free_s, end) + self._around("egress")
         ended = 0

@@ -16,10 +16,12 @@ from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.types import StepPlan
 
 PASS_FEATURES = (
-    "pass", "decode rows", "decode context (1k tokens)", "prompts", "prompt tokens", "prompt attention (1k pairs)",
+    "pass", "decode rows", "first decode rows", "decode context (1k tokens)", "prompts", "prompt tokens", "prompt attention (1k pairs)",
     "prompt chunks", "longest prompt's chunks", "prompt pass", "restores", "checkpoints", "KV moves",
     "seeded rows", "logprob rows",
 )  # fmt: skip
+FIRST_ROWS = 8
+"""Decode rows up to here may cost more each than those that join them."""
 CHUNK = 32
 """Tokens that the CPU scan of linear attention takes at once; a shorter rest costs as much."""
 HOST_FEATURES = ("step", "tokens", "prompts begun")
@@ -97,6 +99,7 @@ def pass_features(line: dict[str, Any]) -> list[float]:
     return [
         1.0,
         line["d"],
+        min(line["d"], FIRST_ROWS),
         line["dc"] / 1e3,
         len(prompts),
         sum(length for _, length, _ in prompts),
