@@ -104,7 +104,8 @@ def scatter(values: Sequence[float] | np.ndarray) -> list[float]:
 class Host:
     """Costs outside the engine, in seconds, as measured between load generator and engine.
 
-    `ingest`: from a request's start to its arrival in the idle engine, and `ingest_token` for each prompt token.
+    `ingest`: from a request's start to its arrival in the idle engine, and `ingest_token` for each prompt token. Of
+    requests that come together each takes `ingest_each` of that for itself (None: all of it), the rest side by side.
     `egress`: from the end of a pass to the arrival of its tokens at the clients. `issue`: between the first requests of
     a closed loop; `turn`: work that an ended answer makes; `think`: from there to the next request; `spacing`: between
     such requests whose answers ended together. `scatter`: by the name of a cost, values to add to it, equally likely.
@@ -121,6 +122,12 @@ class Host:
     spacing: float = 0.0
     scatter: dict[str, list[float]] = field(default_factory=dict)
     crowding: float = 1.0
+    ingest_each: float | None = None
+
+    @property
+    def occupied(self) -> float:
+        """How long a request keeps the next one from being taken in."""
+        return self.ingest if self.ingest_each is None else self.ingest_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +135,8 @@ class Costs:
     """A fitted cost model with what it was fitted on. Coefficients are seconds per unit of each feature.
 
     `host` and `host_weights` are of closed loops, `open_host` and `open_host_weights` of planned arrivals, whose client
-    is another program. `scatter`: measured over predicted, equally likely, of passes that `decode` only, of those with a
-    `prompt`, of the time `between` two, and of that time with planned arrivals (`between, planned`).
+    is another program. `scatter`: measured over predicted, equally likely, of passes that `decode` only, of those with
+    a `prompt`, of the time `between` two, and of that time with planned arrivals (`between, planned`).
     """
 
     pass_weights: list[float]
@@ -146,9 +153,9 @@ class Costs:
         """Token ids of prompts lie below this."""
         return VOCABULARY
 
-    def pass_seconds(self, plan: StepPlan) -> float:
-        """How long the model runner takes for a plan."""
-        return float(np.dot(self.pass_weights, pass_features(plan_line(plan))))
+    def pass_seconds(self, plan: StepPlan, rested: bool = False) -> float:
+        """How long the model runner takes for a plan; `rested`: after a time without one."""
+        return float(np.dot(self.pass_weights, pass_features({**plan_line(plan), "rested": rested})))
 
     def host_seconds(self, plan: StepPlan, planned: bool = False) -> float:
         """What follows the pass before the next one can begin: scheduling, sending, the server's share of the CPU.
@@ -174,7 +181,7 @@ class Costs:
             if host is not None:
                 values = dataclasses.asdict(host)
                 del values["scatter"], values["crowding"]
-                texts = (f"{cost} {value * 1e3:.3g}" for cost, value in values.items())
+                texts = (f"{cost} {value * 1e3:.3g}" for cost, value in values.items() if value is not None)
                 lines.append(f"around, {name} (ms): " + ", ".join(texts) + f"; crowding {host.crowding:.2f} x")
         for name, factors in self.scatter.items():
             low, middle, high = (float(np.percentile(factors, q)) for q in (10, 50, 90))
