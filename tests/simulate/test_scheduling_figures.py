@@ -71,7 +71,17 @@ def test_record_and_page(
     assert "CPUs busy before: 0.25" in page
     assert "| burst | 8 prompts of 128 tokens, packed |" in page
     assert "random weights" in page
-    capsys.readouterr()
+    again = [str(model), "--out", str(tmp_path), "--parts", "scheduler_cost", "--steps", "20", "--keep"]
+    assert figures.main(again) == 1
+    both = json.loads((tmp_path / "figures.json").read_text())
+    kept, measured = ([f for f in r["figures"] if f["part"] == "burst"] for r in (both, record))
+    assert kept == measured
+    assert both["kept"]["burst"]["command"] == record["command"]
+    assert both["command"] != record["command"]
+    assert f"burst: measured {record['date']}" in (tmp_path / "figures.md").read_text()
+    (tmp_path / "figures.json").write_text(json.dumps({**both, "dtype": "float32"}))
+    assert figures.main(again) == 2
+    assert "are of dtype float32" in capsys.readouterr().err
 
 
 def test_a_busy_machine_is_refused(
