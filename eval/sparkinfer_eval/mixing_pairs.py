@@ -155,13 +155,17 @@ def fresh_servers(
 def turns(
     cell: Cell, rows: list[dict[str, Any]], urls: dict[str, str], model: str, on_first: bool
 ) -> dict[str, list[Record]]:
-    """One run of a cell on each server, one after the other: its measured requests by the server's name."""
+    """One run of a cell on each server, one after the other: its measured requests by the server's name.
+
+    They begin together, when the warm-up requests have ended.
+    """
     assert cell.concurrency is not None
+    phases = [[row for row in rows if (row["phase"] == "profiling") is measured] for measured in (False, True)]
     found = {}
     for name in sorted(urls, key=lambda name: (name == "on") is not on_first):
         server_probe.reset_prefix_cache(urls[name])
-        records = closed_loop(urls[name], model, rows, cell.concurrency)
-        found[name] = [record for record in records if record.phase == "profiling"]
+        for part in filter(None, phases):
+            found[name] = closed_loop(urls[name], model, part, cell.concurrency)
     return found
 
 

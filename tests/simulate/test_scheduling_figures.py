@@ -129,6 +129,7 @@ def test_mixing_pairs_alternate_on_fresh_servers(monkeypatch: pytest.MonkeyPatch
         yield f"{started[-1]} {len(started)}"
 
     def loop(url: str, name: str, rows: list[dict], concurrency: int) -> list[Record]:
+        assert len({row["phase"] for row in rows}) == 1, "warm-up requests have ended when measured ones begin"
         order.append(url)
         took = 2_000_000_000 if url.startswith("off") else 1_000_000_000
         return [Record(str(n), row["phase"], "", 8, 10, 0, took // 10, took, "length") for n, row in enumerate(rows)]
@@ -145,7 +146,8 @@ def test_mixing_pairs_alternate_on_fresh_servers(monkeypatch: pytest.MonkeyPatch
     )  # fmt: skip
     speed, wait, *_ = mixing_pairs.mixing(options)
     assert started == ["off", "on", "on", "off"]
-    assert order == ["off 1", "on 2", "on 2", "off 1", "on 3", "off 4", "off 4", "on 3"]
+    turns = ["off 1", "on 2", "on 2", "off 1", "on 3", "off 4", "off 4", "on 3"]
+    assert order == [turn for turn in turns for _ in ("warm-up", "measured")]
     assert (speed.value, wait.value) == (2.0, 0.5)
     assert speed.reached
     assert wait.reached
