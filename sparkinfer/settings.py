@@ -47,6 +47,16 @@ class Settings:
         auto="1024; 4096 on a MoE model, whose experts want more rows to be worth reading",
     )
     mixed_max_prompts: int = _setting(8, "Prompts that one mixed step carries, oldest first.", where="scheduler", low=1)
+    backlog_chunk: int | None = _setting(
+        None,
+        "Prompt tokens that one forward pass carries beside the decoding requests while more than half as many wait "
+        "(counted over the next `MIXED_MAX_PROMPTS` prompts). Under a load that keeps prompts waiting, passes of "
+        "several prompts are cheaper per token and shorten the queue. 0: always `MIXED_CHUNK`.",
+        where="scheduler, memory plan",
+        low=0,
+        auto="on a CPU 4096, at most `PREFILL_CHUNK`, where `MIXED_CHUNK` is below half of it; otherwise 0: on a GPU, "
+        "prompts of 1024 tokens already fill a pass, and each size of a pass is captured at start",
+    )
     own_pass_tokens: int = _setting(
         2048,
         "A prompt with more tokens left than this is not mixed: it has prefill passes of its own, which are faster "
@@ -280,6 +290,23 @@ def check(settings: Settings) -> None:
             f"SPARKINFER_MIXED_CHUNK={chunk} is below one KV block of {KV_BLOCK_TOKENS} tokens: "
             f"use 0 (off) or at least {KV_BLOCK_TOKENS}"
         )
+    backlog = settings.backlog_chunk
+    if backlog:
+        if chunk == 0:
+            raise ConfigError(
+                f"SPARKINFER_BACKLOG_CHUNK={backlog} needs mixed steps, which SPARKINFER_MIXED_CHUNK=0 turns off: set "
+                "one of the two back"
+            )
+        if backlog > settings.prefill_chunk:
+            raise ConfigError(
+                f"SPARKINFER_BACKLOG_CHUNK={backlog} is above SPARKINFER_PREFILL_CHUNK={settings.prefill_chunk}, the "
+                f"prompt tokens of the largest pass: raise that one or use at most {settings.prefill_chunk}"
+            )
+        if chunk is not None and backlog <= chunk:
+            raise ConfigError(
+                f"SPARKINFER_BACKLOG_CHUNK={backlog} is not above SPARKINFER_MIXED_CHUNK={chunk}, which a mixed step "
+                f"may carry anyway: use 0 (off) or more than {chunk}"
+            )
     if settings.threads is not None and settings.threads > MAX_THREADS:
         raise ConfigError(
             f"SPARKINFER_THREADS={settings.threads} is beyond {MAX_THREADS}, more than any host's CPUs: leave it "

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure; `goal` None where it is only reported. `better` is `below` or `above`."""
+    """One figure; `goal` None where it is only reported. `better` is `below` or `above`.
+
+    `judged`: what is held against the goal where that is not the value itself, such as the end of its interval.
+    """
 
     part: str
     name: str
@@ -16,10 +19,12 @@ class Figure:
     goal: float | None = None
     better: str = "above"
     note: str = ""
+    judged: float | None = None
 
     @property
     def reached(self) -> bool | None:
         """Whether the goal is met; None without one."""
         if self.goal is None:
             return None
-        return self.value <= self.goal if self.better == "below" else self.value >= self.goal
+        judged = self.value if self.judged is None else self.judged
+        return judged <= self.goal if self.better == "below" else judged >= self.goal

@@ -1,6 +1,11 @@
-"""Mixed steps on against off: the CPU cells over HTTP, both servers up, pairs of runs in alternating order.
+"""Mixed steps on against off: the CPU cells over HTTP, in pairs of runs on two servers started for that pair.
 
-With `--record` the requests and steps of the server with mixing on are kept in the form of a run, so that
+Runs of one pair follow each other at once, in alternating order. What is judged is the median of the pairs' ratios, by
+a confidence interval that assumes nothing about their distribution: machines with neighbours are slow for a while, now
+and then. Throughput counts as lost when all of the interval lies below 1, the time to the first token as lowered when
+all of it does.
+
+With `--record` the requests and steps of the servers with mixing on are kept in the form of a run, so that
 `eval/simulate.py --run` can be held against several repetitions of every cell.
 """
 
@@ -10,12 +15,12 @@ import argparse
 import dataclasses
 import datetime as dt
 import json
-import os
+import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +38,28 @@ from .records import Record, write_records
 from .result_folder import Target
 
 MIXING_CONCURRENCY = (4, 16, 32)
-LOST = 0.02
-"""Throughput that mixing may seem to lose: an allowance for noise. The notes show the range of the pairs."""
+LOWER_TTFT_FROM = 16
+"""Clients from which on the time to the first token is to be lower."""
+CONFIDENCE = 0.95
+FEWEST_PAIRS = 6
+"""Fewer have no interval of that confidence."""
+OTHER_REPEATS = 2
+"""Of cells that are only recorded: one client, and arrivals."""
 ENGINE = "sparkinfer"
+Measured = dict[str, list[tuple[float, float]]]
+"""Output tok/s and TTFT p50 in ms of each run, by the server's name."""
 
 
 class Recording:
-    """`folder` as a run with one block and as many repetitions as there are pairs. Raises ConfigError if it exists."""
+    """`folder` as a run with one block and as many repetitions as there are pairs. Raises FileExistsError."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.model = folder, model
+    def __init__(self, folder: Path, model: Path, counter: ChatCounter, document: dict[str, Any]) -> None:
+        self.folder, self.model, self._counter, self._ids = folder, model, counter, all_ids(document)
         (folder / "servers").mkdir(parents=True)
         self._digests = engine_digest(), model_digest(model)
 
     def trace(self, rep: int) -> Path:
-        """Where `eval/simulate.py` looks for the steps of a repetition; all repetitions have the same server."""
+        """Where `eval/simulate.py` looks for the steps of a repetition."""
         return self.folder / "servers" / f"{ENGINE}-{self.model.name}-b1-r{rep}.steps.jsonl"
 
     def target(self, cell: Cell, rep: int) -> Target:
@@ -67,22 +79,21 @@ class Recording:
         result = target.result(cell, prompts_sha256="", command=sys.argv, started_at=now, tool=tool)
         (target.out / "result.json").write_text(json.dumps(dataclasses.asdict(result)) + "\n", encoding="utf-8")
 
-    def arrivals(self, cell: Cell, url: str, counter: ChatCounter, document: dict[str, Any]) -> None:
-        """Measure an open-loop cell and keep it. A machine too busy for it is told of on standard error."""
-        prompts = write_prompts(self.model, counter, cell, 1, 1, all_ids(document), self.folder / "prompts")
+    def arrivals(self, cell: Cell, url: str, rep: int) -> None:
+        """Measure an open-loop cell and keep it; every repetition sends the same. A machine too busy for it is told of
+        on standard error."""
+        prompts = write_prompts(self.model, self._counter, cell, 1, 1, self._ids, self.folder / "prompts")
         try:
-            measure(url, self.model.name, cell, read_prompts(prompts), self.target(cell, 1), sys.argv)
+            measure(url, self.model.name, cell, read_prompts(prompts), self.target(cell, rep), sys.argv)
         except gates.InvalidRun as error:
             print(f"not recorded: {error}", file=sys.stderr)
 
-    def close(self, reps: int) -> None:
-        """The one trace under the names of all repetitions."""
-        for rep in range(2, reps + 1):
-            os.link(self.trace(1), self.trace(rep))
-
 
 def mixing(options: argparse.Namespace) -> Iterator[Figure]:
-    """Every closed-loop CPU cell with several requests, mixing on against off; all cells where they are recorded."""
+    """Every closed-loop CPU cell with several requests, mixing on against off; all cells where they are recorded.
+
+    Raises ConfigError for unknown cells, and what `launch.served` raises.
+    """
     document = load_cells(options.cells)
     cells = resolve_cells(document, options.scale)
     named = options.mixing_cells
@@ -92,70 +103,100 @@ def mixing(options: argparse.Namespace) -> Iterator[Figure]:
     pairs = [cell for cell in cells.values() if cell.concurrency in MIXING_CONCURRENCY and cell.id in (named or cells)]
     alone = [cell for cell in cells.values() if cell.concurrency == 1]
     counter = ChatCounter(options.model)
-    recording = Recording(options.record, options.model) if options.record is not None else None
+    recording = Recording(options.record, options.model, counter, document) if options.record is not None else None
+    wanted = pairs + (alone if recording is not None else [])
+    rows = {
+        cell.id: prompt_rows(cell, *cell_texts(counter, cell, 1, 1, number, len(wanted)), 1, 1)
+        for number, cell in enumerate(wanted)
+    }
     longest = max(cell.longest for cell in cells.values()) + 32
+    measured: dict[str, Measured] = {cell.id: {"on": [], "off": []} for cell in pairs}
+    for repeat in range(options.repeats):
+        with fresh_servers(options, longest, recording, repeat) as urls:
+            for number, cell in enumerate(pairs):
+                taken = turns(cell, rows[cell.id], urls, options.model.name, (repeat + number) % 2 == 1)
+                for name, records in taken.items():
+                    measured[cell.id][name].append(
+                        (metrics.output_tok_s(records), metrics.percentile(metrics.ttft_ms(records), 50))
+                    )
+                if recording is not None:
+                    recording.keep(cell, repeat + 1, taken["on"])
+            if recording is not None and repeat < OTHER_REPEATS:
+                for cell in alone:
+                    only = turns(cell, rows[cell.id], {"on": urls["on"]}, options.model.name, False)
+                    recording.keep(cell, repeat + 1, only["on"])
+                for cell in (cell for cell in cells.values() if cell.kind == "poisson"):
+                    recording.arrivals(cell, urls["on"], repeat + 1)
+        print(f"pairs {repeat + 1} of {options.repeats} measured", file=sys.stderr, flush=True)
+    for cell in pairs:
+        yield from figures_of(cell, measured[cell.id])
+
+
+@contextmanager
+def fresh_servers(
+    options: argparse.Namespace, longest: int, recording: Recording | None, repeat: int
+) -> Iterator[dict[str, str]]:
+    """Both servers, started anew for each pair: two processes with the same settings differ for as long as they live,
+    by where their memory happened to lie, and one start of each would compare that."""
     flags = ["--device", options.device, "--dtype", options.dtype, "--max-model-len", str(longest)]
-    quiet = {"SPARKINFER_LOG_LEVEL": "warning"}
-    on, off = dict(quiet), {**quiet, "SPARKINFER_MIXED_CHUNK": "0"}
+    settings = {
+        "on": {"SPARKINFER_LOG_LEVEL": "warning"},
+        "off": {"SPARKINFER_LOG_LEVEL": "warning", "SPARKINFER_MIXED_CHUNK": "0"},
+    }
     with ExitStack() as stack:
         if recording is not None:  # both servers bear the cost of the trace
-            on["SPARKINFER_STEP_TRACE"] = str(recording.trace(1).absolute())
             unread = stack.enter_context(tempfile.TemporaryDirectory())
-            off["SPARKINFER_STEP_TRACE"] = str(Path(unread, "off.steps.jsonl"))
-        urls = {
-            "on": stack.enter_context(launch.served(options.model, flags, on)),
-            "off": stack.enter_context(launch.served(options.model, flags, off)),
-        }
-        wanted = pairs + (alone if recording is not None else [])
-        for number, cell in enumerate(wanted):
-            rows = prompt_rows(cell, *cell_texts(counter, cell, 1, 1, number, len(wanted)), 1, 1)
-            yield from mixing_cell(cell, rows, urls, options, recording)
-        if recording is not None:
-            for cell in (cell for cell in cells.values() if cell.kind == "poisson"):
-                recording.arrivals(cell, urls["on"], counter, document)
-    if recording is not None:
-        recording.close(options.repeats)
+            settings["on"]["SPARKINFER_STEP_TRACE"] = str(recording.trace(repeat + 1).absolute())
+            settings["off"]["SPARKINFER_STEP_TRACE"] = str(Path(unread, "off.steps.jsonl"))
+        names = ("on", "off") if repeat % 2 else ("off", "on")
+        yield {name: stack.enter_context(launch.served(options.model, flags, settings[name])) for name in names}
 
 
-def mixing_cell(
-    cell: Cell,
-    rows: list[dict[str, Any]],
-    urls: dict[str, str],
-    options: argparse.Namespace,
-    recording: Recording | None = None,
-) -> list[Figure]:
-    """One cell: pairs of runs in alternating order, ratios by pair. Of a cell with one client only "on" is run."""
+def turns(
+    cell: Cell, rows: list[dict[str, Any]], urls: dict[str, str], model: str, on_first: bool
+) -> dict[str, list[Record]]:
+    """One run of a cell on each server, one after the other: its measured requests by the server's name.
+
+    They begin together, when the warm-up requests have ended.
+    """
     assert cell.concurrency is not None
-    several = cell.concurrency > 1
-    measured: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
-    for repeat in range(options.repeats):
-        for name in ("on", "off") if repeat % 2 else ("off", "on"):
-            if name == "off" and not several:
-                continue
-            server_probe.reset_prefix_cache(urls[name])
-            part = [row for row in rows if row["phase"] == "profiling" or repeat == 0]
-            records = closed_loop(urls[name], options.model.name, part, cell.concurrency)
-            records = [record for record in records if record.phase == "profiling"]
-            ttft = metrics.percentile(metrics.ttft_ms(records), 50)
-            measured[name].append((metrics.output_tok_s(records), ttft))
-            if recording is not None and name == "on":
-                recording.keep(cell, repeat + 1, records)
-    return _figures(cell, measured) if several else []
+    phases = [[row for row in rows if (row["phase"] == "profiling") is measured] for measured in (False, True)]
+    found = {}
+    for name in sorted(urls, key=lambda name: (name == "on") is not on_first):
+        server_probe.reset_prefix_cache(urls[name])
+        for part in filter(None, phases):
+            found[name] = closed_loop(urls[name], model, part, cell.concurrency)
+    return found
 
 
-def _figures(cell: Cell, measured: dict[str, list[tuple[float, float]]]) -> list[Figure]:
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Two order statistics between which the median lies with at least CONFIDENCE, whatever the distribution.
+
+    The chance that fewer than k of n values lie below the median is that of fewer than k heads in n tosses
+    (Conover, Practical Nonparametric Statistics, 3rd ed., section 3.2). Of values too few for any such interval, the
+    range, which does not reach CONFIDENCE.
+    """
+    ordered, n = sorted(values), len(values)
+    below = [sum(math.comb(n, i) for i in range(k)) / 2**n for k in range(1, n // 2 + 1)]
+    k = max((k for k, chance in enumerate(below, 1) if 2 * chance <= 1 - CONFIDENCE), default=1)
+    return ordered[k - 1], ordered[n - k]
+
+
+def figures_of(cell: Cell, measured: Measured) -> list[Figure]:
+    """Medians of the ratios by pair, judged by the upper ends of their intervals."""
     assert cell.concurrency is not None
     pairs = list(zip(measured["on"], measured["off"], strict=True))
-    speed = [on[0] / off[0] for on, off in pairs]
-    wait = [on[1] / off[1] for on, off in pairs]
     medians = {name: [statistics.median(v[i] for v in values) for i in (0, 1)] for name, values in measured.items()}
-    note = (
-        f"on {medians['on'][0]:.0f} tok/s, TTFT p50 {medians['on'][1]:.0f} ms; "
-        f"off {medians['off'][0]:.0f} tok/s, {medians['off'][1]:.0f} ms; median of {len(pairs)} pairs, "
-        f"ratios {min(speed):.3f}..{max(speed):.3f} and {min(wait):.3f}..{max(wait):.3f}"
-    )
-    few = cell.concurrency < 16
-    return [
-        Figure("mixing", f"{cell.id}: output tok/s, on / off", statistics.median(speed), "x", 1 - LOST, "above", note),
-        Figure("mixing", f"{cell.id}: TTFT p50, on / off", statistics.median(wait), "x", None if few else 1.0, "below"),
-    ]
+    found = []
+    for i, (what, unit, better) in enumerate((("output tok/s", "tok/s", "above"), ("TTFT p50", "ms", "below"))):
+        ratios = [on[i] / off[i] for on, off in pairs]
+        low, high = median_interval(ratios)
+        note = (
+            f"median of {len(pairs)} pairs, {CONFIDENCE:.0%} interval {low:.3f}..{high:.3f}, pairs "
+            f"{min(ratios):.3f}..{max(ratios):.3f}; on {medians['on'][i]:.0f}, off {medians['off'][i]:.0f} {unit}"
+        )
+        goal = 1.0 if better == "above" or cell.concurrency >= LOWER_TTFT_FROM else None
+        found.append(
+            Figure("mixing", f"{cell.id}: {what}, on / off", statistics.median(ratios), "x", goal, better, note, high)
+        )
+    return found

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import datetime as dt
 import itertools
-import json
 import os
 import platform
 import shlex
@@ -39,14 +38,16 @@ from . import launch, metrics, server_probe
 from .closed_loop import closed_loop
 from .corpus import TEXTS, read_text
 from .figure import Figure
-from .mixing_pairs import LOST, mixing
+from .figure_record import SCHEMA, read_earlier, with_kept, write
+from .mixing_pairs import CONFIDENCE, FEWEST_PAIRS, mixing
 from .prompts import ChatCounter
 from .report.machine import machine_facts, source_facts
 
-SCHEMA = "sparkinfer/scheduling-figures/v1"
 PARTS = ("scheduler_cost", "prefix_hit", "burst", "mixing")
 STEP_GOALS = ((32, 150.0), (1000, 1000.0))
 """(running requests, microseconds per step)."""
+STEP_ROUNDS = 7
+"""Runs of the scheduler's benchmark; their median is the figure, since a machine's neighbours slow some of them."""
 SHARED_TOKENS = 8192
 PREFIX_REPEATS = 3
 BURST = 32
@@ -80,17 +81,19 @@ def busy_cpus(seconds: float = SAMPLE_S) -> float:
 
 
 def scheduler_cost(options: argparse.Namespace) -> list[Figure]:
-    """Microseconds per step, mean CPU time of the thread, in a steady closed loop of chats."""
+    """Microseconds per step in a steady closed loop of chats: the thread's mean CPU time, median of several runs."""
     figures = []
     for requests, goal in STEP_GOALS:
-        cost = measure(requests, options.steps)
-        walls = f"p50 {cost.p50_us:.0f}, p99 {cost.p99_us:.0f} us wall"
-        note = f"{walls}; decode-only steps {cost.decode_only_mean_cpu_us:.0f} us"
-        figures.append(
-            Figure(
-                "scheduler_cost", f"schedule + commit, {requests} requests", cost.mean_cpu_us, "us", goal, "below", note
-            )
+        runs = (measure(requests, options.steps) for _ in range(STEP_ROUNDS))
+        costs = sorted(runs, key=lambda cost: cost.mean_cpu_us)
+        middle = costs[len(costs) // 2]
+        note = (
+            f"median of {len(costs)} runs of {options.steps} steps, {costs[0].mean_cpu_us:.0f}.."
+            f"{costs[-1].mean_cpu_us:.0f} us; p50 {middle.p50_us:.0f}, p99 {middle.p99_us:.0f} us wall; decode-only "
+            f"steps {middle.decode_only_mean_cpu_us:.0f} us"
         )
+        name = f"schedule + commit, {requests} requests"
+        figures.append(Figure("scheduler_cost", name, middle.mean_cpu_us, "us", goal, "below", note))
     return figures
 
 
@@ -194,7 +197,7 @@ def document(options: argparse.Namespace, figures: Sequence[Figure], command: Se
         "command": shlex.join(command),
         "machine": machine_facts(),
         "busy_cpus_before": options.busy_before,
-        "source": source_facts(Path(__file__).resolve().parents[2]),
+        "source": options.source,
         "versions": {"sparkinfer": sparkinfer.__version__, "python": platform.python_version(),
                      "torch": str(torch.__version__)},
         "engine_digest": engine_digest(),
@@ -205,48 +208,6 @@ def document(options: argparse.Namespace, figures: Sequence[Figure], command: Se
     }  # fmt: skip
 
 
-def markdown(record: dict[str, Any]) -> str:
-    """The record as a page."""
-    machine, versions, source = record["machine"], record["versions"], record["source"]
-    commit = f"{str(source['commit'])[:12]}{' with changes' if source['dirty'] else ''}"
-    lines = [
-        "# Scheduling figures",
-        "",
-        f"Measured {record['date']} on {machine.get('cpu_model') or 'an unnamed CPU'} ({record['device']}, "
-        f"{record['dtype']}), CPUs busy before: {record['busy_cpus_before']:.2f}.",
-        f"sparkinfer {versions['sparkinfer']} ({record['engine_digest'][:19]}, commit {commit}), "
-        f"Python {versions['python']}, torch {versions['torch']}.",
-        f"Model: {record['model']['name']} ({record['model']['digest'][:19]}), {record['model']['weights']}.",
-        "",
-        "```",
-        record["command"],
-        "```",
-        "",
-        "| part | figure | value | goal | reached | note |",
-        "|---|---|---:|---:|---|---|",
-    ]
-    for figure in record["figures"]:
-        goal = "" if figure["goal"] is None else f"{'<=' if figure['better'] == 'below' else '>='} {figure['goal']:g}"
-        reached = {True: "yes", False: "**no**", None: ""}[figure["reached"]]
-        number = f"{figure['value']:.3g}" if figure["unit"] == "x" else f"{figure['value']:.1f}"
-        value = f"{number} {figure['unit']}"
-        lines.append(f"| {figure['part']} | {figure['name']} | {value} | {goal} | {reached} | {figure['note']} |")
-    lines += [
-        "",
-        f"Throughput counts as lost when it falls by more than {LOST:.0%}, an allowance for noise.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def write(folder: Path, record: dict[str, Any]) -> None:
-    """`figures.json` and `figures.md`, each by rename."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("figures.json", json.dumps(record, indent=1) + "\n"), ("figures.md", markdown(record))):
-        temporary = folder / f".{name}.part"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(folder / name)
-
-
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scheduling_figures.py", description="Measure and record the scheduling figures."
@@ -254,6 +215,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", metavar="MODEL", type=Path, help="model folder")
     parser.add_argument("--out", type=Path, required=True, help="folder for figures.json and figures.md")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="default: all")
+    parser.add_argument("--keep", action="store_true", help="keep what OUT holds of the other parts")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
@@ -261,7 +223,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--cells", type=Path, default=Path("config/cells.yaml"))
     parser.add_argument("--scale", default="cpu")
-    parser.add_argument("--repeats", type=int, default=2, help="pairs of runs for each cell (default %(default)s)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=9,
+        help=f"pairs of runs for each cell, at least {FEWEST_PAIRS} (default %(default)s)",
+    )
     parser.add_argument(
         "--record", type=Path, metavar="FOLDER", help="keep the mixing part's requests and steps for eval/simulate.py"
     )
@@ -284,16 +251,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"other programs keep {options.busy_before:.1f} CPUs busy: figures would be those of a busy machine; "
                 f"wait until it is below {QUIET_CPUS}, or give --busy"
             )
+        # Before anything is written: what is written may lie in the checkout.
+        options.source = source_facts(Path(__file__).resolve().parents[2])
         load_config(options.model)
+        if "mixing" in options.parts and options.repeats < FEWEST_PAIRS:
+            raise ConfigError(
+                f"--repeats {options.repeats}: an interval of {CONFIDENCE:.0%} needs at least {FEWEST_PAIRS} pairs"
+            )
         if options.record is not None and options.record.exists():
             raise ConfigError(f"--record {options.record} exists: name a new folder")
         command = ["python", "eval/scheduling_figures.py", *(sys.argv[1:] if arguments is None else arguments)]
-        figures: list[Figure] = []
+        earlier, figures = read_earlier(options.out) if options.keep else None, list[Figure]()
         for name in options.parts:
             for figure in parts[name](options):
                 figures.append(figure)
                 print(f"{figure.name}: {figure.value:.3f} {figure.unit} {figure.note}", flush=True)
-            write(options.out, document(options, figures, command))
+            write(options.out, with_kept(document(options, figures, command), earlier, PARTS))
     except SparkinferError as error:
         print(f"scheduling_figures: {error}", file=sys.stderr)
         return error.exit_code

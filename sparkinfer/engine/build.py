@@ -30,6 +30,8 @@ log = logging.getLogger("sparkinfer.engine")
 
 MIXED_CHUNK_DENSE = 1024
 MIXED_CHUNK_MOE = 4096
+BACKLOG_CHUNK = 4096
+"""On a CPU: reports/scheduling/mixing.md shows other budgets."""
 SNAPSHOT_POOL_MB = 4096
 SNAPSHOTS_PER_REQUEST = 16
 """The automatic pool of a small model stops at this many snapshots for each request that can run."""
@@ -149,6 +151,16 @@ def mixed_chunk(settings: Settings, config: ModelConfig) -> int:
     return MIXED_CHUNK_MOE if config.num_experts else MIXED_CHUNK_DENSE
 
 
+def backlog_chunk(settings: Settings, config: ModelConfig, device: str) -> int:
+    """Prompt tokens of a mixed step while prompts pile up; 0: no more than otherwise."""
+    if settings.deterministic:
+        return 0
+    if settings.backlog_chunk is not None:
+        return settings.backlog_chunk
+    most, usual = min(BACKLOG_CHUNK, settings.prefill_chunk), mixed_chunk(settings, config)
+    return most if torch.device(device).type == "cpu" and 0 < 2 * usual < most else 0
+
+
 def scheduler_config(
     settings: Settings, config: ModelConfig, memory: MemoryPlan, sizes: Sizes, device: str
 ) -> SchedulerConfig:
@@ -161,6 +173,7 @@ def scheduler_config(
         prefill_chunk=settings.prefill_chunk,
         mixed_chunk=mixed_chunk(settings, config),
         mixed_max_prompts=settings.mixed_max_prompts,
+        backlog_chunk=backlog_chunk(settings, config, device),
         own_pass_tokens=settings.own_pass_tokens,
         pack_prefill=settings.pack_prefill and not settings.deterministic,
         pack_moe=settings.pack_moe,
@@ -242,7 +255,8 @@ def _build_on_cpu(options: EngineOptions, config: ModelConfig, device: str) -> t
 def _build_on_gpu(options: EngineOptions, config: ModelConfig, device: str) -> tuple[GpuRunner, SchedulerConfig]:
     settings, folder = options.settings, Path(options.model)
     memory = gpu_memory(settings, config)
-    limits = gpu_limits(settings, mixed_chunk(settings, config))
+    mixed = max(mixed_chunk(settings, config), backlog_chunk(settings, config, device))
+    limits = gpu_limits(settings, mixed)
     model = load_on_gpu(options, config, device, limits, gpu_options(settings))
     budget = gpu_budget(config, memory, limits, _snapshots(settings, memory), *torch.cuda.mem_get_info(model.device))
     log.info("device memory, %s", budget.describe())
@@ -278,6 +292,7 @@ def _info(
         "threads": threads,
         "torch": str(torch.__version__),
         "mixed_chunk": schedule.mixed_chunk,
+        "backlog_chunk": schedule.backlog_chunk,
         "limits": {
             "max_model_len": schedule.max_model_len,
             "max_num_seqs": schedule.max_num_seqs,

@@ -44,6 +44,7 @@ def bench_config(requests: int, prompt: int, output: int) -> SchedulerConfig:
         num_kv_blocks=requests * per_request * 5 // 4,
         max_model_len=prompt + output,
         mixed_chunk=max(1024, -(-per_step // 64) * 64),
+        backlog_chunk=8192,  # The rule is asked in every step.
         num_snapshots=64,
         snapshot_bytes=154_000_000,
         kv_block_bytes=1_048_576,

@@ -51,6 +51,9 @@ class SchedulerConfig:
     """Prompt tokens that a step carries beside decoding requests (4096 pays on MoE); 0: separate passes."""
     mixed_max_prompts: int = 8
     """Prompts that one mixed step carries, oldest first."""
+    backlog_chunk: int = 0
+    """Prompt tokens that a step carries beside decoding requests while more than half as many wait; 0: always
+    `mixed_chunk`. Pays where small passes cost more per token: see `passes.backlog_applies`."""
     own_pass_tokens: int = 2048
     """A prompt with more tokens left than this is prefilled in passes of its own: faster for it."""
     drafter_loaded: bool = False
@@ -139,10 +142,24 @@ class SchedulerConfig:
                     f"{name} {budget} is below chunk_align {self.chunk_align}: no chunk could end on an aligned "
                     f"position. Set {name} to at least {self.chunk_align} or lower chunk_align."
                 )
+        if self.backlog_chunk:
+            self._check_backlog()
         if self.num_host_blocks and not self.num_snapshots:
             raise ConfigError(
                 f"num_host_blocks is {self.num_host_blocks} but num_snapshots is 0: host KV is only used by the "
                 f"prefix cache, which needs snapshots. Enlarge the snapshot pool or set num_host_blocks to 0."
+            )
+
+    def _check_backlog(self) -> None:
+        if not self.mixed_chunk:
+            raise ConfigError(
+                f"backlog_chunk is {self.backlog_chunk} but mixed_chunk is 0: no step is mixed, so none can carry more "
+                f"of a backlog. Set backlog_chunk to 0 too, or mixed_chunk to at least {self.chunk_align}."
+            )
+        if not self.mixed_chunk < self.backlog_chunk <= self.prefill_chunk:
+            raise ConfigError(
+                f"backlog_chunk is {self.backlog_chunk}: it must be more than mixed_chunk, {self.mixed_chunk}, and at "
+                f"most prefill_chunk, {self.prefill_chunk}, the largest pass there is; 0 turns it off."
             )
 
     def _check_ranges(self) -> None:
@@ -152,8 +169,8 @@ class SchedulerConfig:
             "attention_cost_tokens", "draft_tokens",
         )  # fmt: skip
         not_negative = (
-            "mixed_chunk", "spec_load_limit", "aging_steps", "num_snapshots", "num_host_blocks", "checkpoint_interval",
-            "branch_min_tokens", "decode_checkpoint_interval",
+            "mixed_chunk", "backlog_chunk", "spec_load_limit", "aging_steps", "num_snapshots", "num_host_blocks",
+            "checkpoint_interval", "branch_min_tokens", "decode_checkpoint_interval",
         )  # fmt: skip
         for names, low in ((at_least_one, 1), (not_negative, 0)):
             for name in names:

@@ -2,7 +2,8 @@
 
 Semantics of the engine of the seeds: a mixed step carries up to `mixed_chunk` tokens of up to `mixed_max_prompts`
 waiting prompts, oldest first, beside all decoding requests; prompts with more than `own_pass_tokens` left keep passes
-of their own; small loads are left to speculation when a drafter is loaded.
+of their own; small loads are left to speculation when a drafter is loaded. Our own addition: while prompts pile up, a
+mixed step carries up to `backlog_chunk` tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from sparkinfer.scheduling.config import SchedulerConfig
 @dataclass(frozen=True, slots=True)
 class LoadView:
     """What the choice depends on. `head_left`: tokens left of the oldest prompt, 0 when no prompt waits;
-    `num_requests`: running and waiting; `prefill_streak`: passes without decoding requests just before."""
+    `num_requests`: running and waiting; `prefill_streak`: passes without decoding requests just before; `waiting`:
+    tokens left of the prompts that one mixed step could carry if it had room, counted only where a rule asks."""
 
     decoding: bool
     num_requests: int
     head_left: int
     prefill_streak: int
+    waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,19 @@ def prefill_shape(load: LoadView, config: SchedulerConfig) -> PassShape:
     return PassShape(decode=False, budget=config.prefill_chunk, max_prompts=max_prompts)
 
 
-def mixed_shape(config: SchedulerConfig) -> PassShape:
+def backlog_applies(load: LoadView, config: SchedulerConfig) -> bool:
+    """Prompts pile up: more than half of a backlog's budget waits.
+
+    A pass has a cost of its own, which one prompt a pass pays in full. Under a load that no policy can keep up with,
+    first tokens then wait for that alone; with several prompts in a pass the queue is shorter for all.
+    """
+    return 2 * load.waiting > config.backlog_chunk > 0
+
+
+def mixed_shape(load: LoadView, config: SchedulerConfig) -> PassShape:
     """All decoding requests and chunks of short prompts."""
-    return PassShape(decode=True, budget=config.mixed_chunk, max_prompts=config.mixed_max_prompts)
+    budget = config.backlog_chunk if backlog_applies(load, config) else config.mixed_chunk
+    return PassShape(decode=True, budget=budget, max_prompts=config.mixed_max_prompts)
 
 
 def choose_pass(load: LoadView, config: SchedulerConfig) -> PassShape:
@@ -76,10 +89,10 @@ def choose_pass(load: LoadView, config: SchedulerConfig) -> PassShape:
         return prefill_shape(load, config)
     mixing = mixing_applies(load, config)
     if mixing and not is_long(load.head_left, config):
-        return mixed_shape(config)
+        return mixed_shape(load, config)
     if load.prefill_streak < config.prefill_passes_per_decode:
         return prefill_shape(load, config)
-    return mixed_shape(config) if mixing else PassShape(decode=True)
+    return mixed_shape(load, config) if mixing else PassShape(decode=True)
 
 
 def chunk_length(start: int, left: int, budget: int, align: int) -> int:

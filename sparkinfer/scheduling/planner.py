@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,7 +51,20 @@ class Planner:
         if head_left == 0:
             head = roster.queue.head()
             head_left = self._left(head) if head is not None and self.resources.slots.num_free else 0
-        return LoadView(self.table.num_active > 0, len(roster.by_id), head_left, prefill_streak)
+        waiting = self._waiting() if self.config.backlog_chunk and head_left else 0
+        return LoadView(self.table.num_active > 0, len(roster.by_id), head_left, prefill_streak, waiting)
+
+    def _waiting(self) -> int:
+        """Tokens left of the short prompts that a mixed step with room for all of them would carry.
+
+        What the prefix cache holds of those that wait is counted too: a budget may be larger than what fills it.
+        """
+        roster, most = self.roster, self.config.mixed_max_prompts
+        admissible = min(self.resources.slots.num_free, len(roster.queue))
+        begun = (s.tokens_left for s in roster.prefilling if s.phase is Phase.PREFILL and not s.preempting)
+        fresh = (roster.queue.at(rank).tokens_left for rank in range(admissible))
+        short = (left for left in itertools.chain(begun, fresh) if not is_long(left, self.config))
+        return sum(itertools.islice(short, most))
 
     def _left(self, waiting: Sequence) -> int:
         """Tokens that a waiting sequence would compute; only where it matters is the cache asked."""

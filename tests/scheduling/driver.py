@@ -29,8 +29,9 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     return small_config(
         max_num_seqs=rng.choice([1, 2, 4, 7]),
         num_kv_blocks=rng.choice([16, 20, 24, 40]),
-        prefill_chunk=rng.choice([32, 64, 256]),
-        mixed_chunk=rng.choice([0, 16, 32, 64]),
+        prefill_chunk=(prefill := rng.choice([32, 64, 256])),
+        mixed_chunk=(mixed := rng.choice([0, 16, 32, 64])),
+        backlog_chunk=rng.choice([0, prefill]) if 0 < mixed < prefill else 0,
         mixed_max_prompts=rng.choice([1, 2, 8]),
         own_pass_tokens=rng.choice([32, 96, 1000]),
         pack_prefill=rng.random() < 0.7,

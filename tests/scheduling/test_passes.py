@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,18 @@ def test_small_loads_are_left_to_speculation_when_a_drafter_is_loaded(requests: 
     assert mixing_applies(load(requests=requests), config(drafter_loaded=True)) is mixed
     assert mixing_applies(load(requests=requests), config())
     assert mixing_applies(load(requests=requests), config(drafter_loaded=True, spec_load_limit=0))
+
+
+def test_a_backlog_of_prompts_fills_a_larger_mixed_pass() -> None:
+    on = config(backlog_chunk=5120)
+    behind = LoadView(True, 20, 1000, 0, waiting=2561)
+    assert choose_pass(behind, on) == PassShape(decode=True, budget=5120, max_prompts=8)
+    assert choose_pass(replace(behind, waiting=2560), on).budget == 1024, "half of it waits, not more"
+    assert choose_pass(behind, config()).budget == 1024, "the setting's 0 turns it off"
+    long_first = replace(behind, head_left=2049)
+    assert choose_pass(long_first, on).alone, "a long prompt still has its own pass"
+    assert choose_pass(replace(long_first, prefill_streak=1), on).budget == 5120
+    assert choose_pass(replace(behind, num_requests=8), replace(on, drafter_loaded=True)).decode is False
 
 
 def test_packing_and_its_switches() -> None:
@@ -112,6 +125,47 @@ def test_budget_cuts_the_last_prompt_which_goes_on_first() -> None:
     first, second = plans_of(engine)[:2]
     assert [(r.request, r.start, r.length) for r in first.rows[1:]] == [(a, 0, 700), (b, 0, 320)]
     assert [(r.request, r.start, r.length) for r in second.rows[2:]] == [(b, 320, 380), (c, 0, 640)]
+
+
+@pytest.mark.parametrize("backlog", [0, 4096])
+def test_a_backlog_is_what_the_next_prompts_need_and_clears_when_they_are_done(backlog: int) -> None:
+    """Four of six prompts of 1000 tokens fit the larger budget; the two left are less than half of it."""
+    engine = driver(mixed_chunk=1024, backlog_chunk=backlog)
+    engine.add(prompt(10, 0), 60, stops=False)
+    engine.step()
+    waiting = [engine.add(prompt(1000, 1 + i), 20, stops=False) for i in range(6)]
+    plans = [plan for plan in plans_of(engine) if plan.prefill]
+    assert all(plan.num_decode for plan in plans), "decoding requests get a token from every pass"
+    whole = [(request, 1000) for request in waiting]
+    carried = [[(row.request, row.length) for row in plan.prefill] for plan in plans]
+    if backlog:
+        fifth, sixth = waiting[4:]
+        assert carried == [[*whole[:4], (fifth, 64)], [(fifth, 936), (sixth, 64)], [(sixth, 936)]]
+    else:
+        assert carried == [[one] for one in whole]
+
+
+def test_a_backlog_counts_only_what_a_mixed_pass_could_carry() -> None:
+    """Not prompts beyond its number, not long ones, not those that have no slot."""
+    engine = driver(mixed_chunk=1024, backlog_chunk=4096, mixed_max_prompts=2, max_num_seqs=4)
+    engine.add(prompt(10, 0), 60, stops=False)
+    engine.step()
+    planner = engine.scheduler._planner
+    engine.add(prompt(1000, 1), 20, stops=False)
+    engine.add(prompt(3000, 2), 20, stops=False)
+    assert planner.load(0).waiting == 1000
+    for seed in range(3, 7):
+        engine.add(prompt(1000, seed), 20, stops=False)
+    assert planner.load(0).waiting == 2000, "two prompts a pass"
+    assert driver(backlog_chunk=0).scheduler._planner.load(0).waiting == 0
+    few = driver(mixed_chunk=1024, backlog_chunk=4096, max_num_seqs=3)
+    few.add(prompt(10, 0), 60, stops=False)
+    few.step()
+    for seed in range(1, 7):
+        few.add(prompt(1000, seed), 20, stops=False)
+    assert few.scheduler._planner.load(0).waiting == 2000, "two slots are left"
+    plans_of(few)
+    plans_of(engine)
 
 
 def test_a_burst_is_packed_and_a_long_prompt_runs_alone() -> None:

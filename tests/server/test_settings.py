@@ -44,6 +44,9 @@ def test_other_variables_are_left_alone() -> None:
         ({"SPARKINFER_MIXED_CHUNK": "15"}, "below one KV block"),
         ({"SPARKINFER_THREADS": "1000000"}, "any host's CPUs"),
         ({"SPARKINFER_PREFIX_CACHE": "0", "SPARKINFER_PREFIX_CACHE_HOST_KV_MB": "9"}, "needs the prefix cache"),
+        ({"SPARKINFER_MIXED_CHUNK": "0", "SPARKINFER_BACKLOG_CHUNK": "2048"}, "needs mixed steps"),
+        ({"SPARKINFER_MIXED_CHUNK": "2048", "SPARKINFER_BACKLOG_CHUNK": "2048"}, "or more than 2048"),
+        ({"SPARKINFER_BACKLOG_CHUNK": "9000"}, "above SPARKINFER_PREFILL_CHUNK=8192"),
     ],
 )
 def test_refusals(environ: dict[str, str], words: str) -> None:

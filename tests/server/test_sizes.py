@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sparkinfer.engine.build import (
     Sizes,
+    backlog_chunk,
     build_engine,
     pick_device,
     plan_sizes,
@@ -97,19 +99,39 @@ def test_a_cpu_refuses_what_it_cannot_do(
 
 def test_scheduler_gets_every_policy(config: ModelConfig, model_dir: Path) -> None:
     settings = Settings(
-        mixed_chunk=128, mixed_max_prompts=3, own_pass_tokens=99, prefill_chunk=640, pack_prefill=False, pack_moe=False,
-        aging_steps=5, checkpoint_interval=32, decode_checkpoint_interval=48, kv_cache_mb=64, max_num_seqs=3,
+        mixed_chunk=128, backlog_chunk=256, mixed_max_prompts=3, own_pass_tokens=99, prefill_chunk=640,
+        pack_prefill=False, pack_moe=False, aging_steps=5, checkpoint_interval=32, decode_checkpoint_interval=48,
+        kv_cache_mb=64, max_num_seqs=3,
     )  # fmt: skip
     plan = scheduler_config(
         settings, config, memory(3), plan_sizes(settings, config, memory(3), model_dir, "cpu"), "cpu"
     )
     for name in (
-        "mixed_chunk", "mixed_max_prompts", "own_pass_tokens", "prefill_chunk", "pack_prefill", "pack_moe",
-        "aging_steps", "checkpoint_interval", "decode_checkpoint_interval", "max_num_seqs",
+        "mixed_chunk", "backlog_chunk", "mixed_max_prompts", "own_pass_tokens", "prefill_chunk", "pack_prefill",
+        "pack_moe", "aging_steps", "checkpoint_interval", "decode_checkpoint_interval", "max_num_seqs",
     ):  # fmt: skip
         assert getattr(plan, name) == getattr(settings, name)
     assert (plan.kv_block_bytes, plan.snapshot_bytes, plan.num_kv_blocks) == (MIB, 2 * MIB, 64)
     plan.validate()
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "budget"),
+    [
+        (Settings(), "cpu", 4096),
+        (Settings(), "cuda:0", 0),
+        (Settings(backlog_chunk=2048), "cuda:0", 2048),
+        (Settings(backlog_chunk=0), "cpu", 0),
+        (Settings(mixed_chunk=0), "cpu", 0),
+        (Settings(mixed_chunk=4096), "cpu", 0),
+        (Settings(prefill_chunk=3072), "cpu", 3072),
+        (Settings(prefill_chunk=2048), "cpu", 0),
+        (Settings(deterministic=True, backlog_chunk=2048), "cuda:0", 0),
+    ],
+)
+def test_budget_of_a_backlog(config: ModelConfig, settings: Settings, device: str, budget: int) -> None:
+    assert backlog_chunk(settings, config, device) == budget
+    assert backlog_chunk(Settings(), replace(config, num_experts=4), "cpu") == 0, "a MoE mixes 4096 anyway"
 
 
 def test_devices() -> None:

@@ -114,7 +114,7 @@ def test_too_few_steps_are_refused() -> None:
 def test_a_model_survives_its_file(tmp_path: Path) -> None:
     host = Host(0.001, scatter={"ingest": [-0.001, 0.001]})
     weights = [1e-3] * len(PASS_FEATURES), [1e-4] * len(HOST_FEATURES)
-    costs = Costs(*weights, host, CONFIG, {"run": "x"}, Host(0.002), {"decode": [0.9, 1.1]})
+    costs = Costs(*weights, host, CONFIG, {"run": "x"}, Host(0.002), {"decode": [0.9, 1.1]}, weights[1])
     cost.save(costs, tmp_path / "costs.json")
     assert cost.load(tmp_path / "costs.json") == costs
     assert "1000 x pass" in costs.describe()

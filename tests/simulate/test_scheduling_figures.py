@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
+import math
 import os
+import random
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from sparkinfer_eval import mixing_pairs
 from sparkinfer_eval import scheduling_figures as figures
+from sparkinfer_eval.cells import load_cells, resolve_cells
 from sparkinfer_eval.figure import Figure
+from sparkinfer_eval.records import Record
 from sparkinfer_eval.toy_model import ToySize, generate
 
 torch.set_num_threads(1)
+CELLS = Path(__file__).parents[2] / "config" / "cells.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +71,17 @@ def test_record_and_page(
     assert "CPUs busy before: 0.25" in page
     assert "| burst | 8 prompts of 128 tokens, packed |" in page
     assert "random weights" in page
-    capsys.readouterr()
+    again = [str(model), "--out", str(tmp_path), "--parts", "scheduler_cost", "--steps", "20", "--keep"]
+    assert figures.main(again) == 1
+    both = json.loads((tmp_path / "figures.json").read_text())
+    kept, measured = ([f for f in r["figures"] if f["part"] == "burst"] for r in (both, record))
+    assert kept == measured
+    assert both["kept"]["burst"]["command"] == record["command"]
+    assert both["command"] != record["command"]
+    assert f"burst: measured {record['date']}" in (tmp_path / "figures.md").read_text()
+    (tmp_path / "figures.json").write_text(json.dumps({**both, "dtype": "float32"}))
+    assert figures.main(again) == 2
+    assert "are of dtype float32" in capsys.readouterr().err
 
 
 def test_a_busy_machine_is_refused(
@@ -96,26 +114,72 @@ def test_bad_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     arguments = [str(model), "--out", str(tmp_path), "--busy", "--parts", "mixing", "--mixing-cells", "chat-c1"]
     assert figures.main(arguments) == 2
     assert "chat-c1: no closed-loop cell of several clients" in capsys.readouterr().err
+    assert figures.main([*arguments[:-2], "--repeats", "5"]) == 2
+    assert "needs at least 6 pairs" in capsys.readouterr().err
 
 
-def test_mixing_pairs_alternate_and_ratios_are_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparkinfer_eval.cells import load_cells, resolve_cells
-    from sparkinfer_eval.records import Record
-
-    cell = resolve_cells(load_cells(Path(__file__).parents[2] / "config" / "cells.yaml"), "cpu")["chat-c16"]
+def test_mixing_pairs_alternate_on_fresh_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers for every pair; runs of a cell side by side, each first as often; ratios are by pair."""
     order: list[str] = []
+    started: list[str] = []
+
+    @contextlib.contextmanager
+    def served(model: Path, flags: list[str], settings: dict[str, str]) -> Iterator[str]:
+        started.append("off" if settings.get("SPARKINFER_MIXED_CHUNK") == "0" else "on")
+        yield f"{started[-1]} {len(started)}"
 
     def loop(url: str, name: str, rows: list[dict], concurrency: int) -> list[Record]:
+        assert len({row["phase"] for row in rows}) == 1, "warm-up requests have ended when measured ones begin"
         order.append(url)
-        took = 2_000_000_000 if url == "off" else 1_000_000_000
+        took = 2_000_000_000 if url.startswith("off") else 1_000_000_000
         return [Record(str(n), row["phase"], "", 8, 10, 0, took // 10, took, "length") for n, row in enumerate(rows)]
 
+    monkeypatch.setattr(mixing_pairs.launch, "served", served)
     monkeypatch.setattr(mixing_pairs, "closed_loop", loop)
+    monkeypatch.setattr(mixing_pairs, "ChatCounter", lambda model: None)
+    monkeypatch.setattr(mixing_pairs, "cell_texts", lambda *_: ([], []))
+    monkeypatch.setattr(mixing_pairs, "prompt_rows", lambda *_: [{"phase": "warmup"}] + [{"phase": "profiling"}] * 16)
     monkeypatch.setattr(mixing_pairs.server_probe, "reset_prefix_cache", lambda url: True)
-    rows = [{"phase": "warmup"}] + [{"phase": "profiling"}] * 16
-    options = argparse.Namespace(repeats=3, model=Path("toy"))
-    speed, wait = mixing_pairs.mixing_cell(cell, rows, {"on": "on", "off": "off"}, options)
-    assert order == ["off", "on", "on", "off", "off", "on"]
+    options = argparse.Namespace(
+        repeats=2, model=Path("toy"), cells=CELLS, scale="cpu", mixing_cells=["chat-c16", "chat-c32"], record=None,
+        device="cpu", dtype="float32",
+    )  # fmt: skip
+    speed, wait, *_ = mixing_pairs.mixing(options)
+    assert started == ["off", "on", "on", "off"]
+    turns = ["off 1", "on 2", "on 2", "off 1", "on 3", "off 4", "off 4", "on 3"]
+    assert order == [turn for turn in turns for _ in ("warm-up", "measured")]
     assert (speed.value, wait.value) == (2.0, 0.5)
     assert speed.reached
     assert wait.reached
+
+
+def test_what_is_judged_is_the_upper_end_of_the_interval() -> None:
+    cell = resolve_cells(load_cells(CELLS), "cpu")["chat-c16"]
+
+    def of(ratios: list[float]) -> list[Figure]:
+        return mixing_pairs.figures_of(cell, {"on": [(100 * r, 10 * r) for r in ratios], "off": [(100, 10)] * 9})
+
+    undecided = [0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 1.01, 1.02]
+    speed, wait = of(undecided)
+    assert (speed.value, speed.judged) == (0.95, 1.01)
+    assert speed.reached, "not shown to be lost"
+    assert not wait.reached, "and not shown to be lower"
+    assert "interval 0.920..1.010" in speed.note
+    speed, wait = of([0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 0.99, 1.02])
+    assert not speed.reached
+    assert wait.reached
+    few = dataclasses.replace(cell, concurrency=4)
+    assert mixing_pairs.figures_of(few, {"on": [(100, 10)], "off": [(100, 10)]})[1].reached is None
+
+
+def test_interval_of_the_median_covers_it() -> None:
+    """Ranks as in printed tables, and the share of samples of a skewed distribution whose interval holds its median."""
+    ranks = {6: (1, 6), 8: (1, 8), 9: (2, 8), 12: (3, 10), 20: (6, 15)}
+    for n, expected in ranks.items():
+        assert mixing_pairs.median_interval(range(1, n + 1)) == expected
+    rng = random.Random(0)
+    held = 0
+    for _ in range(2000):
+        low, high = mixing_pairs.median_interval([rng.expovariate(1.0) for _ in range(9)])
+        held += low <= math.log(2) <= high
+    assert 0.945 < held / 2000 < 0.98, "0.961 of nine"

@@ -15,7 +15,7 @@ from sparkinfer_eval.simulate import cli, compare
 from sparkinfer_eval.simulate.cost import Costs, Host, save
 from sparkinfer_eval.simulate.measured import fit_run, lone_requests, read_run, read_runs
 from sparkinfer_eval.simulate.replay import Simulation, simulate
-from sparkinfer_eval.simulate.steps import HOST_FEATURES, PASS_FEATURES
+from sparkinfer_eval.simulate.steps import HOST_FEATURES, PASS_FEATURES, PAUSE_S
 from sparkinfer_eval.simulate.workload import Shape, Workload, of_cell, prompt_of
 from sparkinfer_eval.toy_model import ToySize, generate
 
@@ -141,23 +141,27 @@ class Recording(Simulation):
         """Run, and the lines of the trace."""
         self.lines: list[str] = []
         self.epoch = epoch
+        self.arrived: dict[int, float] = {}
         self.outcome = self.run()
         return self.lines
 
+    def _send(self, starts: list[float]) -> None:
+        super()._send(starts)
+        self.arrived |= {number: at_s for at_s, number in self._arrivals}
+
     def _add(self, number: int) -> None:
         super()._add(number)
-        arrived = max(self._clients[number].start_s + self._costs.host.ingest, 0.0)
-        self._scheduler.roster.by_id[str(number)].request.arrival_s = arrived
+        self._scheduler.roster.by_id[str(number)].request.arrival_s = self.arrived[number]
 
     def _step(self, plan: StepPlan, now: float) -> float:
-        line = step_line(plan, now, self._costs.pass_seconds(plan))
+        line = step_line(plan, now, self._costs.pass_seconds(plan, now - self._ended_s >= PAUSE_S))
         self.lines.append(json.dumps({**line, "t": line["t"] + self.epoch}))
         return super()._step(plan, now)
 
 
 TRUE = {
     "pass": 0.004, "decode_rows": 0.0004, "decode_context_(1k tokens)": 0.0001, "prompt_tokens": 0.0001,
-    "prompts": 0.001, "host_step": 0.0003, "host_tokens": 0.00004,
+    "prompts": 0.001, "after_a pause": 0.003, "host_step": 0.0003, "host_tokens": 0.00004,
 }  # fmt: skip
 
 
@@ -165,7 +169,7 @@ TRUE = {
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose measurements come from a cost model that is known."""
     run = tmp_path_factory.mktemp("results") / "0.1.0-cpu-00000000"
-    host = Host(ingest=0.003, egress=0.001, issue=0.0005, turn=0.002, think=0.0005, spacing=0.0002)
+    host = Host(ingest=0.003, egress=0.001, issue=0.0005, turn=0.002, think=0.0005, spacing=0.0002, ingest_each=0.0008)
     model = costs(host, **TRUE)
     header = {"schema": SCHEMA, "epoch": 0.0, "scheduler": dataclasses.asdict(CONFIG), "device": "cpu"}
     lines, epoch = [json.dumps(header)], 1000.0
@@ -199,6 +203,7 @@ def test_a_run_with_known_costs_is_predicted(run_folder: Path) -> None:
     found, seen = fit_run(recorded, ENDS)
     assert {one.cell.id for one in seen} == {"chat-c1", "chat-c32", "long_answer-c1", "long_prompt-c32"}
     assert found.host.ingest == pytest.approx(0.003, abs=1e-5)
+    assert found.host.ingest_each == pytest.approx(0.0008, abs=1e-5)
     assert found.host.egress == pytest.approx(0.001, abs=1e-5)
     assert found.host.turn + found.host.think == pytest.approx(0.0025, rel=0.05)
     assert found.host.spacing == pytest.approx(0.0002, abs=1e-5)

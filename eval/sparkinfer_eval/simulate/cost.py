@@ -26,7 +26,7 @@ from sparkinfer.scheduling.types import StepPlan
 from .steps import HOST_FEATURES, PASS_FEATURES, Step, host_features, matrix, pass_features, plan_line
 from .workload import VOCABULARY
 
-SCHEMA = "sparkinfer/step-costs/v2"
+SCHEMA = "sparkinfer/step-costs/v3"
 ROUNDS = 12
 LEAST_ERROR = 0.02
 """Relative errors below this weigh as if they were as large: a step fitted exactly would outweigh all others."""
@@ -104,7 +104,8 @@ def scatter(values: Sequence[float] | np.ndarray) -> list[float]:
 class Host:
     """Costs outside the engine, in seconds, as measured between load generator and engine.
 
-    `ingest`: from a request's start to its arrival in the idle engine, and `ingest_token` for each prompt token.
+    `ingest`: from a request's start to its arrival in the idle engine, and `ingest_token` for each prompt token. Of
+    requests that come together each takes `ingest_each` of that for itself (None: all of it), the rest side by side.
     `egress`: from the end of a pass to the arrival of its tokens at the clients. `issue`: between the first requests of
     a closed loop; `turn`: work that an ended answer makes; `think`: from there to the next request; `spacing`: between
     such requests whose answers ended together. `scatter`: by the name of a cost, values to add to it, equally likely.
@@ -121,14 +122,21 @@ class Host:
     spacing: float = 0.0
     scatter: dict[str, list[float]] = field(default_factory=dict)
     crowding: float = 1.0
+    ingest_each: float | None = None
+
+    @property
+    def occupied(self) -> float:
+        """How long a request keeps the next one from being taken in."""
+        return self.ingest if self.ingest_each is None else self.ingest_each
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """A fitted cost model with what it was fitted on. Coefficients are seconds per unit of each feature.
 
-    `host` is of closed loops, `open_host` of planned arrivals, whose client is another program. `scatter`: measured
-    over predicted, equally likely, of passes that `decode` only, of those with a `prompt`, of the time `between` two.
+    `host` and `host_weights` are of closed loops, `open_host` and `open_host_weights` of planned arrivals, whose client
+    is another program. `scatter`: measured over predicted, equally likely, of passes that `decode` only, of those with
+    a `prompt`, of the time `between` two, and of that time with planned arrivals (`between, planned`).
     """
 
     pass_weights: list[float]
@@ -138,19 +146,24 @@ class Costs:
     about: dict[str, Any] = field(default_factory=dict)
     open_host: Host | None = None
     scatter: dict[str, list[float]] = field(default_factory=dict)
+    open_host_weights: list[float] | None = None
 
     @property
     def vocabulary(self) -> int:
         """Token ids of prompts lie below this."""
         return VOCABULARY
 
-    def pass_seconds(self, plan: StepPlan) -> float:
-        """How long the model runner takes for a plan."""
-        return float(np.dot(self.pass_weights, pass_features(plan_line(plan))))
+    def pass_seconds(self, plan: StepPlan, rested: bool = False) -> float:
+        """How long the model runner takes for a plan; `rested`: after a time without one."""
+        return float(np.dot(self.pass_weights, pass_features({**plan_line(plan), "rested": rested})))
 
-    def host_seconds(self, plan: StepPlan) -> float:
-        """What follows the pass before the next one can begin: scheduling, sending, the server's share of the CPU."""
-        return float(np.dot(self.host_weights, host_features(plan_line(plan))))
+    def host_seconds(self, plan: StepPlan, planned: bool = False) -> float:
+        """What follows the pass before the next one can begin: scheduling, sending, the server's share of the CPU.
+
+        `planned`: with the client of planned arrivals, where its costs are known.
+        """
+        known = self.open_host_weights if planned else None
+        return float(np.dot(self.host_weights if known is None else known, host_features(plan_line(plan))))
 
     def describe(self) -> str:
         """The coefficients that are not zero, in microseconds."""
@@ -158,14 +171,17 @@ class Costs:
         for name, weights, features in (
             ("pass", self.pass_weights, PASS_FEATURES),
             ("host", self.host_weights, HOST_FEATURES),
+            ("host, planned arrivals", self.open_host_weights or [], HOST_FEATURES if self.open_host_weights else ()),
         ):
+            if not weights:
+                continue
             terms = [f"{w * 1e6:.4g} x {f}" for w, f in zip(weights, features, strict=True) if w > 0]
             lines.append(f"{name} (us): " + " + ".join(terms))
         for name, host in (("closed loops", self.host), ("planned arrivals", self.open_host)):
             if host is not None:
                 values = dataclasses.asdict(host)
                 del values["scatter"], values["crowding"]
-                texts = (f"{cost} {value * 1e3:.3g}" for cost, value in values.items())
+                texts = (f"{cost} {value * 1e3:.3g}" for cost, value in values.items() if value is not None)
                 lines.append(f"around, {name} (ms): " + ", ".join(texts) + f"; crowding {host.crowding:.2f} x")
         for name, factors in self.scatter.items():
             low, middle, high = (float(np.percentile(factors, q)) for q in (10, 50, 90))
@@ -180,10 +196,12 @@ def fit(
     about: dict[str, Any],
     open_host: Host | None = None,
     crowded: Sequence[bool] | None = None,
+    planned: Sequence[bool] | None = None,
 ) -> Costs:
     """Fit from stretches of consecutive steps. Raises ConfigError for too few of them.
 
-    `crowded` tells, of all steps in a row, which began while ended answers and new requests were dealt with.
+    `crowded` tells, of all steps in a row, which began while ended answers and new requests were dealt with; `planned`,
+    of each stretch, whether its load were planned arrivals and there are closed loops besides.
     """
     all_steps = [step for stretch in steps for step in stretch]
     if len(all_steps) < FEWEST_STEPS:
@@ -200,18 +218,36 @@ def fit(
     if apart.any() and not apart.all():
         crowding = float(factors[~apart].mean() / factors[apart].mean())
         host = dataclasses.replace(host, crowding=max(1.0, crowding))
+    kinds = planned or [False] * len(steps)
+    between = _fit_between([stretch for stretch, kind in zip(steps, kinds, strict=True) if not kind])
+    beside = _fit_between([stretch for stretch, kind in zip(steps, kinds, strict=True) if kind])
+    spread |= {"between": between[1]} if between else {}
+    spread |= {"between, planned": beside[1]} if beside else {}
+    return Costs(
+        pass_weights=passes,
+        host_weights=between[0] if between else [0.0] * len(HOST_FEATURES),
+        host=host,
+        scheduler=scheduler,
+        about={**about, "steps": len(all_steps)},
+        open_host=open_host,
+        scatter=spread,
+        open_host_weights=beside[0] if beside else None,
+    )
+
+
+def _fit_between(stretches: Sequence[Sequence[Step]]) -> tuple[list[float], list[float]] | None:
+    """Coefficients and scatter of the time between two passes; None from too few of them."""
     rows, gaps = [], []
-    for stretch in steps:
+    for stretch in stretches:
         for step, following in itertools.pairwise(stretch):
             gap = following.wall_s - step.end_s
             if gap < LONGEST_GAP_S and following.line["d"]:
                 rows.append(host_features(step.line))
                 gaps.append(max(0.0, gap))
-    between = [0.0] * len(HOST_FEATURES)
-    if len(gaps) >= FEWEST_STEPS:
-        between = fit_linear(rows, gaps)
-        spread["between"] = scatter(_factors(rows, between, gaps))
-    return Costs(passes, between, host, scheduler, {**about, "steps": len(all_steps)}, open_host, spread)
+    if len(gaps) < FEWEST_STEPS:
+        return None
+    weights = fit_linear(rows, gaps)
+    return weights, scatter(_factors(rows, weights, gaps))
 
 
 def _factors(
@@ -251,6 +287,7 @@ def load(path: Path) -> Costs:
             dict(document["about"]),
             Host(**document["open_host"]) if document["open_host"] is not None else None,
             dict(document["scatter"]),
+            document["open_host_weights"],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a cost model ({error}): make one with eval/simulate.py --save") from error

@@ -141,9 +141,9 @@ def _crowded(one: CellRun, host: Host) -> list[bool]:
     last_steps = _last_steps(one) if one.cell.concurrency else None
     if last_steps is None:
         return [False] * len(one.steps)
-    each = host.turn + host.ingest
+    each = host.turn + host.occupied
     # A loop begins with new requests.
-    until = one.records[0].start_ns / 1e9 + host.ingest * (one.cell.concurrency or 0)
+    until = one.records[0].start_ns / 1e9 + host.ingest + host.occupied * ((one.cell.concurrency or 1) - 1)
     counts = Counter(last_steps)
     found = []
     for number, step in enumerate(one.steps):
@@ -177,6 +177,23 @@ def _issue(one: CellRun) -> float | None:
     if concurrency < 2:
         return None
     return (one.records[concurrency - 1].start_ns - one.records[0].start_ns) / 1e9 / (concurrency - 1)
+
+
+def _ingest_each(cells: Sequence[CellRun], ingest: float, ingest_token: float) -> float | None:
+    """Seconds by which each of the requests that begin a closed loop delays the next one; None without such loops.
+
+    The engine reads arrivals between two passes, so that the last one of a loop's first requests is read some time
+    after it came: a loop gives an upper bound, a loose one where a pass ran meanwhile. The tightest tenth is taken.
+    """
+    bounds = []
+    for one in cells:
+        together = min(one.cell.concurrency or 0, len(one.records))
+        begun = arrivals(one.steps)
+        if together < 2 or len(begun) != len(one.records):
+            continue
+        first, tokens = one.records[0].start_ns / 1e9, one.records[0].prompt_tokens or 0
+        bounds.append((begun[together - 1][0] - first - ingest - ingest_token * tokens) / (together - 1))
+    return max(0.0, sorted(bounds)[len(bounds) // 10]) if bounds else None
 
 
 def lone_requests(one: CellRun) -> list[tuple[Record, float, Step]]:
@@ -245,6 +262,7 @@ def measure_host(cells: Sequence[CellRun]) -> Host:
             "the costs around the engine"
         )
     ingest, ingest_token = _ingest(lone)
+    each = _ingest_each(cells, ingest, ingest_token)
     issues = [seconds for one in cells if (seconds := _issue(one)) is not None]
     issue = statistics.median(issues) if issues else 0.0
     arrived = [at - record.start_ns / 1e9 - ingest_token * (record.prompt_tokens or 0) for record, at, _ in lone]
@@ -258,6 +276,7 @@ def measure_host(cells: Sequence[CellRun]) -> Host:
         ingest=ingest,
         ingest_token=ingest_token,
         issue=issue,
+        ingest_each=None if each is None else min(each, ingest),
         turn=turn,
         think=think,
         **middle,
@@ -297,7 +316,8 @@ def fit_cells(recorded: Recorded, cells: Sequence[CellRun]) -> Costs:
     host = measure_host(closed or planned)
     open_host = measure_host(planned) if planned and closed else None
     crowded = [flag for one in cells for flag in _crowded(one, host)]
-    return fit([one.steps for one in cells], host, recorded.trace.scheduler, about, open_host, crowded)
+    apart = [bool(closed) and not one.cell.concurrency for one in cells]
+    return fit([one.steps for one in cells], host, recorded.trace.scheduler, about, open_host, crowded, apart)
 
 
 def fit_run(recorded: Recorded, patterns: Sequence[str]) -> tuple[Costs, list[CellRun]]:

@@ -74,7 +74,7 @@ class RealCosts(Costs):
         assert self.passes is not None
         return self.passes.vocabulary
 
-    def pass_seconds(self, plan: StepPlan) -> float:
+    def pass_seconds(self, plan: StepPlan, rested: bool = False) -> float:
         """How long the model runner takes for a plan, undisturbed."""
         assert self.passes is not None
         return self.passes.seconds(plan)

@@ -7,7 +7,7 @@ measured ones did: which requests share a pass then varies from one simulation t
 What is around the engine (server and load generator) does one thing after the other: on a machine of two CPUs they
 share the one that the engine leaves. Sixteen answers that end with one step are sixteen turns of work, and tokens of
 the steps meanwhile arrive behind it. The next requests leave when no ended answer is left to deal with, so that they
-come in bursts, as they do in recorded runs.
+come in bursts, as they do in recorded runs; of a burst the server takes in all requests side by side.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sparkinfer.scheduling.types import EngineStats, Request, SamplingParams, St
 
 from ..records import Record
 from .cost import Costs
+from .steps import PAUSE_S
 from .workload import Workload, prompt_of
 
 TOKEN = 7
@@ -72,6 +73,8 @@ class Simulation:
         """When ended answers and new requests have been dealt with."""
         self._next = 0
         self._decode_rows = 0
+        self._ended_s = -math.inf
+        """When the last pass ended."""
 
     def run(self) -> Outcome:
         """To the last token. Raises RequestError for a request that can never run."""
@@ -109,13 +112,20 @@ class Simulation:
             self._send([self._send_s + gap for gap in itertools.accumulate(gaps)])
 
     def _send(self, starts: list[float]) -> None:
-        """The next requests leave their clients; the server takes them in turn."""
+        """The next requests leave their clients; the server takes them in. It works on a closed loop's burst in turn:
+        the first is through when half of the time is over."""
+        together: list[tuple[float, int]] = []
         for start_s in starts:
             number, self._next = self._next, self._next + 1
             self._clients[number] = _Client(number, start_s)
-            ingest = self._around("ingest") + self._host.ingest_token * self._workload.shapes[number].prompt_tokens
-            self._free_s = max(self._free_s, start_s) + ingest
-            heapq.heappush(self._arrivals, (self._free_s, number))
+            of_tokens = self._host.ingest_token * self._workload.shapes[number].prompt_tokens
+            ingest, begin_s = self._around("ingest") + of_tokens, max(self._free_s, start_s)
+            self._free_s = begin_s + (ingest if self._host.ingest_each is None else min(ingest, self._host.ingest_each))
+            together.append((begin_s + ingest, number))
+        last_s = max(at_s for at_s, _ in together)
+        for at_s, number in together:
+            shared_s = (at_s + last_s) / 2 if self._workload.concurrency else at_s
+            heapq.heappush(self._arrivals, (shared_s, number))
         self._crowded_s = self._free_s
 
     def _around(self, name: str) -> float:
@@ -136,12 +146,16 @@ class Simulation:
 
     def _step(self, plan: StepPlan, now: float) -> float:
         """Run a plan; returns when the next one may begin."""
-        alone = self._costs.pass_seconds(plan) * self._factor("prompt" if plan.prefill else "decode")
+        rested = now - self._ended_s >= PAUSE_S
+        alone = self._costs.pass_seconds(plan, rested) * self._factor("prompt" if plan.prefill else "decode")
         crowded, slower = max(0.0, self._crowded_s - now), self._host.crowding
         end = now + (alone * slower if alone * slower <= crowded else alone + crowded * (1 - 1 / slower))
+        self._ended_s = end
         sampled = plan.num_sampled
         self._decode_rows += plan.num_decode
-        free = end + self._costs.host_seconds(plan) * self._factor("between")
+        planned = not self._workload.concurrency and self._costs.open_host_weights is not None
+        between = self._costs.host_seconds(plan, planned) * self._factor("between, planned" if planned else "between")
+        free = end + between
         self._take_turns(end)
         arrives = self._free_s = max(self._free_s, end) + self._around("egress")
         ended = 0

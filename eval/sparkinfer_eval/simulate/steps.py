@@ -16,10 +16,15 @@ from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.types import StepPlan
 
 PASS_FEATURES = (
-    "pass", "decode rows", "decode context (1k tokens)", "prompts", "prompt tokens", "prompt attention (1k pairs)",
+    "pass", "decode rows", "first decode rows", "decode context (1k tokens)", "prompts",
+    "prompt tokens", "prompt attention (1k pairs)",
     "prompt chunks", "longest prompt's chunks", "prompt pass", "restores", "checkpoints", "KV moves",
-    "seeded rows", "logprob rows",
+    "seeded rows", "logprob rows", "after a pause",
 )  # fmt: skip
+FIRST_ROWS = 8
+"""Decode rows up to here may cost more each than those that join them."""
+PAUSE_S = 0.02
+"""A pass after that long without one finds caches cold and a CPU at rest."""
 CHUNK = 32
 """Tokens that the CPU scan of linear attention takes at once; a shorter rest costs as much."""
 HOST_FEATURES = ("step", "tokens", "prompts begun")
@@ -27,7 +32,10 @@ HOST_FEATURES = ("step", "tokens", "prompts begun")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One line of a trace. `wall_s` is when the pass began (seconds since 1970), `seconds` how long it took."""
+    """One line of a trace. `wall_s` is when the pass began (seconds since 1970), `seconds` how long it took.
+
+    `line` has `rested` where nothing ran just before.
+    """
 
     wall_s: float
     seconds: float
@@ -76,7 +84,10 @@ def read_trace(path: Path) -> Trace:
                 scheduler, epoch = found, line["epoch"]
                 about = {k: v for k, v in line.items() if k not in ("schema", "epoch", "scheduler")}
             else:
-                steps.append(Step(line["t"] + epoch, line["s"], line))
+                wall = line["t"] + epoch
+                if not steps or wall - steps[-1].end_s >= PAUSE_S:
+                    line["rested"] = 1
+                steps.append(Step(wall, line["s"], line))
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):
                 break  # The last line of a server that was killed may be cut.
@@ -97,6 +108,7 @@ def pass_features(line: dict[str, Any]) -> list[float]:
     return [
         1.0,
         line["d"],
+        min(line["d"], FIRST_ROWS),
         line["dc"] / 1e3,
         len(prompts),
         sum(length for _, length, _ in prompts),
@@ -110,6 +122,7 @@ def pass_features(line: dict[str, Any]) -> list[float]:
         line.get("m", 0),
         line.get("g", 0),
         line.get("l", 0),
+        line.get("rested", 0),
     ]
 
 

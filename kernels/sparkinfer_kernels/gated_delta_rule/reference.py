@@ -28,8 +28,10 @@ CHUNK = 32
 SEGMENT_CHUNKS = 64
 """Chunks of all heads that prefill works on at a time."""
 BFLOAT16_FROM = 8
-"""States (heads of all sequences) from which products take bfloat16 when the values are, if sequences have two chunks
-or more; below, calls cost more than they save."""
+"""States (heads of all sequences) from which products with states take bfloat16 when the values do; below, calls cost
+more than they save."""
+BFLOAT16_PARTS_FROM = 32
+"""Chunks of all heads from which products inside chunks take bfloat16 when the values are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +145,18 @@ def decay_and_beta(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a segment of n chunks needs besides the states; B = n * Hv. fp32, or where noted the dtype of the values."""
+    """What a segment of n chunks needs besides the states; B = n * Hv. fp32, or where noted the dtype of the scan."""
 
     u: torch.Tensor
-    """[B, CHUNK, V], the UT transform's, in the values' dtype."""
+    """[B, CHUNK, V], the UT transform's, in the scan's dtype."""
     reads: torch.Tensor
-    """[B, 2 * CHUNK, K], what meets the state: the UT transform's w negated, decayed queries; in the values' dtype."""
+    """[B, 2 * CHUNK, K], what meets the state: the UT transform's w negated, decayed queries; in the scan's dtype."""
     k: torch.Tensor
     """[n, Hk, CHUNK, K]."""
     k_decayed: torch.Tensor
     """[B, CHUNK, K], decayed to the chunk's end."""
     attention: torch.Tensor
-    """[B, CHUNK, CHUNK], in the values' dtype."""
+    """[B, CHUNK, CHUNK], in the scan's dtype."""
     last: torch.Tensor
     """[B, 1, 1], decay of a whole chunk."""
 
@@ -172,8 +174,9 @@ def chunk_gated_delta_rule(
 
     Args:
         qk: [T, 2 * Hk, K] fp32 from `normalise_qk`.
-        v: [T, Hv, V]. In bfloat16 the products with values and states take and give bfloat16 (sums are fp32 inside);
-            the triangular system, what is added to the states and the states stay fp32.
+        v: [T, Hv, V]. In bfloat16 the products inside chunks, of many states those with the states too, take and give
+            bfloat16 (sums are fp32 inside); the triangular system, what is added to the states and the states stay
+            fp32.
         g, beta: [T, Hv] fp32.
         state: [R, Hv, K, V] fp32, overwritten by the state after each sequence.
         layout: the sequences in chunks.
@@ -185,8 +188,9 @@ def chunk_gated_delta_rule(
     hk, dk = qk.shape[1] // 2, qk.shape[2]
     hv, dv = v.shape[1:]
     n = layout.gather.shape[0] // CHUNK
-    if state.shape[0] * hv < BFLOAT16_FROM or n < 2 * state.shape[0]:
+    if n < 2 * state.shape[0] or n * hv < BFLOAT16_PARTS_FROM:
         v = v.float()
+    scan_dtype = v.dtype if state.shape[0] * hv >= BFLOAT16_FROM else torch.float32
     gates = torch.cat((g, beta), dim=1).index_select(0, layout.gather)
     if layout.padding is not None:
         gates.masked_fill_(layout.padding, 0.0)
@@ -197,13 +201,13 @@ def chunk_gated_delta_rule(
     # Query and key of a head side by side: [N, Hk, 2, CHUNK].
     pair_rows = rows.unsqueeze(2) * (2 * hk) + of_head[: 2 * hk].view(2, hk).t().unsqueeze(-1)
     v_rows = rows * hv + of_head[:hv].unsqueeze(-1)
-    out = torch.empty(n * hv, CHUNK, dv, dtype=v.dtype, device=v.device)
+    out = torch.empty(n * hv, CHUNK, dv, dtype=scan_dtype, device=v.device)
     for first, stop in _segments(layout.steps, max(1, SEGMENT_CHUNKS // hv)):
         begin, end = layout.steps[first][0], layout.steps[stop - 1][1]
         pair = qk.view(-1, dk).index_select(0, pair_rows[begin:end].reshape(-1)).view(-1, 2, CHUNK, dk)
         v_c = v.reshape(-1, dv).index_select(0, v_rows[begin:end].reshape(-1)).view(-1, CHUNK, dv)
         segment = out[begin * hv : end * hv]
-        parts = _within_chunks(pair, v_c, cum[begin:end], beta_c[begin:end])
+        parts = _within_chunks(pair, v_c, cum[begin:end], beta_c[begin:end], scan_dtype)
         values = _scan(parts, segment, state, layout, (first, stop), save_to, cum)
         segment.baddbmm_(parts.attention, values)
     chunk, lane = layout.scatter // CHUNK, layout.scatter % CHUNK
@@ -244,19 +248,24 @@ def _scan(
     hv, dk, dv = state.shape[1:]
     flat, values = state.view(-1, dk, dv), parts.u
     offset = layout.steps[numbers[0]][0]
-    for number in range(*numbers):
-        begin, end = layout.steps[number]
-        lo, hi = (begin - offset) * hv, (end - offset) * hv
-        current = flat[: hi - lo]
-        before = current.to(values.dtype)
-        read = torch.bmm(parts.reads[lo:hi], before)
-        written = values[lo:hi].add_(read[:, :CHUNK]).float()
-        out[lo:hi] = read[:, CHUNK:]
+    sizes = [(end - begin) * hv for begin, end in layout.steps[numbers[0] : numbers[1]]]
+    pieces = (parts.reads, values, out, parts.k_decayed.transpose(1, 2), parts.last)
+    steps = zip(range(*numbers), *(piece.split(sizes) for piece in pieces), strict=True)
+    for number, reads, new, read_out, keys_out, last in steps:
+        current = flat[: new.shape[0]]
+        if values.dtype == torch.float32:
+            written = new.baddbmm_(reads[:, :CHUNK], current)
+            torch.bmm(reads[:, CHUNK:], current, out=read_out)
+        else:
+            # One call, which lays the states out for oneDNN once.
+            read = torch.bmm(reads, current.to(values.dtype))
+            written = new.add_(read[:, :CHUNK]).float()
+            read_out.copy_(read[:, CHUNK:])
         for row, save, tokens in layout.saves[number]:
-            new = written.view(-1, hv, CHUNK, dv)[row, :, :tokens]
-            keys = parts.k[begin - offset + row]
-            _state_within(keys, cum[begin + row], new, state[row], save_to[save])
-        current.mul_(parts.last[lo:hi]).baddbmm_(parts.k_decayed[lo:hi].transpose(1, 2), written)
+            place = layout.steps[number][0] + row
+            of_row = written.view(-1, hv, CHUNK, dv)[row, :, :tokens]
+            _state_within(parts.k[place - offset], cum[place], of_row, state[row], save_to[save])
+        current.mul_(last).baddbmm_(keys_out, written)
     return values
 
 
@@ -276,12 +285,15 @@ def _state_within(
     destination.copy_(after, non_blocking=True)
 
 
-def _within_chunks(pair: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, beta: torch.Tensor) -> _Parts:
+def _within_chunks(
+    pair: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, beta: torch.Tensor, scan_dtype: torch.dtype
+) -> _Parts:
     """Everything that needs no state, of n chunks.
 
     Args:
         pair: [n * Hk, 2, CHUNK, K] fp32, queries and keys; v: [n * Hv, CHUNK, V]; cum, beta: [n, Hv, CHUNK], cum the
             running sum of g.
+        scan_dtype: of what the scan takes.
     """
     n, hv = cum.shape[:2]
     hk, dk = pair.shape[0] // n, pair.shape[-1]
@@ -290,16 +302,16 @@ def _within_chunks(pair: torch.Tensor, v: torch.Tensor, cum: torch.Tensor, beta:
     q, k = pair.unbind(1)
     products = torch.bmm(pair.view(n * hk, 2 * CHUNK, dk), k.transpose(1, 2)).view(n * hk, 2, 1, CHUNK, CHUNK)
     decay = (cum.unsqueeze(-1) - cum.unsqueeze(-2)).tril_().exp_().tril_().view(*shape, CHUNK)
-    attention = (products[:, 0] * decay).view(batch, CHUNK, CHUNK).to(low)
+    attention = (products[:, 0] * decay).view(batch, CHUNK, CHUNK).to(scan_dtype)
     system = decay.mul_(products[:, 1]).mul_(beta.reshape(*shape, 1)).view(batch, CHUNK, CHUNK)
     # The inverse of I + (strictly lower part of the system); its columns then take beta, and for w the decay.
     inverse = torch.eye(CHUNK, dtype=torch.float32, device=v.device).expand(batch, CHUNK, CHUNK).contiguous()
     torch.linalg.solve_triangular(system, inverse, upper=False, unitriangular=True, out=inverse)
     inverse.mul_(beta.reshape(batch, 1, CHUNK))
-    u = torch.bmm(inverse.to(low), v)
+    u = torch.bmm(inverse.to(low), v).to(scan_dtype)
     grow = cum.exp().view(*shape, 1)
     inverse.mul_(grow.view(batch, 1, CHUNK)).neg_()
-    reads = torch.empty(batch, 2, CHUNK, dk, dtype=low, device=v.device)
+    reads = torch.empty(batch, 2, CHUNK, dk, dtype=scan_dtype, device=v.device)
     minus_w = torch.bmm(inverse.view(n * hk, group * CHUNK, CHUNK).to(low), k.to(low))
     reads[:, 0] = minus_w.view(batch, CHUNK, dk)
     reads[:, 1] = (q.unsqueeze(1) * grow).view(batch, CHUNK, dk)

@@ -1,0 +1,102 @@
+"""The record of eval/scheduling_figures.py: its files, its page, and parts kept from an earlier record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.errors import ConfigError
+
+from .mixing_pairs import CONFIDENCE
+
+SCHEMA = "sparkinfer/scheduling-figures/v1"
+ORIGIN = ("date", "command", "busy_cpus_before", "source", "engine_digest")
+"""What may differ from part to part."""
+
+
+def with_kept(record: dict[str, Any], earlier: dict[str, Any] | None, parts: Sequence[str]) -> dict[str, Any]:
+    """The record with the parts of an earlier one that it has not measured anew, each with its origin. `parts`: all
+    names, in the page's order.
+
+    Raises ConfigError when the earlier one is of another model, device, dtype or CPU.
+    """
+    if earlier is None:
+        return record
+    for name in ("model", "device", "dtype"):
+        if earlier[name] != record[name]:
+            raise ConfigError(f"--keep: the recorded figures are of {name} {earlier[name]}, not {record[name]}")
+    if earlier["machine"].get("cpu_model") != record["machine"].get("cpu_model"):
+        raise ConfigError("--keep: the recorded figures are of another machine")
+    new = {figure["part"] for figure in record["figures"]}
+    old = [figure for figure in earlier["figures"] if figure["part"] not in new]
+    own = {name: earlier[name] for name in ORIGIN}
+    kept = {figure["part"]: earlier.get("kept", {}).get(figure["part"], own) for figure in old}
+    figures = sorted([*record["figures"], *old], key=lambda figure: parts.index(figure["part"]))
+    return {**record, "figures": figures, "kept": kept}
+
+
+def read_earlier(folder: Path) -> dict[str, Any]:
+    """The record in a folder, whose other parts are to be kept. Raises ConfigError when there is none."""
+    path = folder / "figures.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--keep: {path} cannot be read ({error}); leave the flag out to record anew") from error
+    if found.get("schema") != SCHEMA:
+        raise ConfigError(f"--keep: {path} has schema {found.get('schema')!r}, expected {SCHEMA!r}")
+    return found
+
+
+def _commit(source: dict[str, Any]) -> str:
+    return f"commit {str(source['commit'])[:12]}{' with changes' if source['dirty'] else ''}"
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The record as a page."""
+    machine, versions = record["machine"], record["versions"]
+    kept: dict[str, list[str]] = {}
+    for part, origin in record.get("kept", {}).items():
+        engine = f"{origin['engine_digest'][:19]}, {_commit(origin['source'])}"
+        words = f"{origin['date']} ({engine}) by `{origin['command']}`"
+        kept.setdefault(words, []).append(part)
+    lines = [
+        "# Scheduling figures",
+        "",
+        f"Measured {record['date']} on {machine.get('cpu_model') or 'an unnamed CPU'} ({record['device']}, "
+        f"{record['dtype']}), CPUs busy before: {record['busy_cpus_before']:.2f}.",
+        f"sparkinfer {versions['sparkinfer']} ({record['engine_digest'][:19]}, {_commit(record['source'])}), "
+        f"Python {versions['python']}, torch {versions['torch']}.",
+        f"Model: {record['model']['name']} ({record['model']['digest'][:19]}), {record['model']['weights']}.",
+        "",
+        "```",
+        record["command"],
+        "```",
+        "",
+        *(f"{', '.join(parts)}: measured {words}.\n" for words, parts in kept.items()),
+        "| part | figure | value | goal | reached | note |",
+        "|---|---|---:|---:|---|---|",
+    ]
+    for figure in record["figures"]:
+        goal = "" if figure["goal"] is None else f"{'<=' if figure['better'] == 'below' else '>='} {figure['goal']:g}"
+        reached = {True: "yes", False: "**no**", None: ""}[figure["reached"]]
+        number = f"{figure['value']:.3g}" if figure["unit"] == "x" else f"{figure['value']:.1f}"
+        value = f"{number} {figure['unit']}"
+        lines.append(f"| {figure['part']} | {figure['name']} | {value} | {goal} | {reached} | {figure['note']} |")
+    lines += [
+        "",
+        "Mixing: each pair has two servers of its own. Throughput counts as lost when the whole interval of the median "
+        f"ratio ({CONFIDENCE:.0%}, order statistics) lies below 1, the time to the first token as lowered when all of "
+        "it does.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write(folder: Path, record: dict[str, Any]) -> None:
+    """`figures.json` and `figures.md`, each by rename."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("figures.json", json.dumps(record, indent=1) + "\n"), ("figures.md", markdown(record))):
+        temporary = folder / f".{name}.part"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder / name)
