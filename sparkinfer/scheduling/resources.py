@@ -26,7 +26,9 @@ class Resources:
         self.table = DecodeTable(config.max_num_seqs)
         self.retired: deque[tuple[int, list[int], list[int]]] = deque()
         """(step, device blocks, host blocks): released when that step commits."""
-        self._refused: tuple[Sequence, int] | None = None
+        self._refused: tuple[Sequence, int, int] | None = None
+        """The sequence that was refused last, the blocks available then, and the version of the index: with other
+        entries a hit may need fewer blocks."""
 
     @property
     def available(self) -> int:
@@ -48,8 +50,8 @@ class Resources:
         if not self.slots.num_free:
             return False
         if others_run and self._refused is not None:
-            refused, available = self._refused
-            if refused is sequence and self.available <= available:
+            refused, available, version = self._refused
+            if refused is sequence and self.available <= available and self.cache.index.version == version:
                 return False
         request = sequence.request
         match = self.cache.match(sequence)
@@ -58,7 +60,7 @@ class Resources:
         reserve = self.config.watermark_blocks if others_run else 0
         if self.available < needed + reserve:
             self.cache.let_go(sequence)
-            self._refused = (sequence, self.available)
+            self._refused = (sequence, self.available, self.cache.index.version)
             return False
         self._refused = None
         blocks = self.cache.use(sequence, match)
