@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from sparkinfer.scheduling.checkpoints import end_position, next_decode_position, prompt_positions
+from sparkinfer.scheduling.checkpoints import end_position, next_decode_position, prompt_positions, thinned
 from sparkinfer.scheduling.eviction import recompute_cost
 from sparkinfer.scheduling.sequence import NEVER
-from sparkinfer.scheduling.types import MoveKind, Request
+from sparkinfer.scheduling.types import MAX_PASS_CHECKPOINTS, MoveKind, Request
 from tests.scheduling.driver import Driver, family_tokens, small_config
 
 
@@ -98,6 +100,53 @@ def test_reset_drops_everything_that_no_request_holds() -> None:
     engine.scheduler.reset_cache()
     assert engine.scheduler.resources.blocks.num_used == 0
     assert engine.scheduler.stats().prefix_bytes == 0
+
+
+def test_a_pass_saves_no_more_checkpoints_than_the_runner_has_room_for() -> None:
+    engine = driver(
+        num_kv_blocks=2000, max_model_len=30_000, prefill_chunk=32_768, own_pass_tokens=2048, num_snapshots=400,
+        checkpoint_interval=64,
+    )  # fmt: skip
+    tokens = [number % 97 for number in range(20_000)]
+    engine.add(tokens, 1)
+    engine.launch()
+    positions = [c.position for c in engine.launched[-1].prefill[0].checkpoints]
+    assert len(positions) == MAX_PASS_CHECKPOINTS // 2
+    assert positions[-1] == end_position(20_000)
+    assert max(later - earlier for earlier, later in itertools.pairwise([0, *positions])) <= 192
+    engine.collect()
+    engine.drain()
+    assert engine.run(tokens, 1).num_cached == positions[-1]
+    packed = driver(num_kv_blocks=2000, max_model_len=1024, prefill_chunk=32_768, own_pass_tokens=2048, max_num_seqs=64,
+                    num_snapshots=1000, checkpoint_interval=16)  # fmt: skip
+    for number in range(32):
+        packed.add([number] * 500, 1)
+    packed.launch()
+    saved = [len(row.checkpoints) for row in packed.launched[-1].prefill]
+    assert len(saved) == 32
+    assert sum(saved) == MAX_PASS_CHECKPOINTS
+    packed.collect()
+    packed.drain()
+
+
+def test_thinned_positions_keep_the_last_one() -> None:
+    assert thinned([16, 32, 48, 64, 80], 5) == [16, 32, 48, 64, 80]
+    assert thinned([16, 32, 48, 64, 80], 2) == [32, 80]
+    assert thinned([16, 32, 48], 1) == [48]
+    assert thinned([16, 32, 48], 0) == []
+
+
+def test_a_refusal_holds_only_while_the_cache_is_the_same() -> None:
+    """The head waits for blocks; what the other one publishes makes it small enough."""
+    engine = driver(num_kv_blocks=24, max_model_len=256, prefill_chunk=512, own_pass_tokens=512, mixed_chunk=64,
+                    checkpoint_interval=0, decode_checkpoint_interval=0, watermark=0.0)  # fmt: skip
+    prompt = family_tokens(0)[:220]
+    engine.add(prompt, 30, stops=False)
+    second = engine.add([*prompt, 5], 2, stops=False)
+    for _ in range(2):
+        engine.step()
+    assert second.output, "it was refused once and fits as soon as the first one's prompt is in the cache"
+    engine.drain()
 
 
 def test_no_snapshots_no_cache() -> None:
