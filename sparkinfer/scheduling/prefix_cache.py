@@ -308,8 +308,9 @@ class PrefixCache:
             return False
         score, node = found
         self._clock.evicted(score)
-        self.counters.evictions += 1
+        before = self.index.num_blocks
         self._take_snapshot(node)
+        self.counters.evictions += 1 + before - self.index.num_blocks
         return True
 
     def _take_snapshot(self, node: PrefixNode) -> None:
@@ -332,7 +333,7 @@ class PrefixCache:
 
     def _remove_subtree(self, top: PrefixNode) -> None:
         """Remove an unreferenced node with all below it, then what leads nowhere above it."""
-        order = [top]
+        order, before = [top], self.index.num_blocks
         for node in order:
             order.extend(node.children)
         for node in reversed(order):
@@ -340,10 +341,10 @@ class PrefixCache:
                 self.snapshots.release(node.snapshot)
                 node.snapshot = -1
                 self.counters.evictions += 1
-            self.counters.evictions += len(node.hashes)
             self._remove(node)
         if top.parent is not None and top.parent.refs == 0:
             self._prune(top.parent)
+        self.counters.evictions += before - self.index.num_blocks
 
     def _remove(self, node: PrefixNode) -> None:
         """Remove an unreferenced node without children and give its blocks back; its snapshot has gone before."""
