@@ -206,7 +206,7 @@ class Planner:
             request.num_in_flight_outputs += 1
             self.roster.start_decoding(sequence)
             sequence.next_checkpoint = NEVER
-            if request.use_cache:
+            if request.use_cache and sequence.publishes:
                 sequence.next_checkpoint = next_decode_position(start + length, sequence.end_computed, self.config)
         return length
 

@@ -84,7 +84,7 @@ def test_salts_and_opt_out_do_not_share() -> None:
     assert len(other.scheduler.cache.index) == 0
 
 
-def test_reset_drops_everything_that_no_request_holds() -> None:
+def test_reset_drops_everything() -> None:
     engine = driver()
     prompt = family_tokens(0)[:100]
     engine.run(prompt, 2)
@@ -92,14 +92,63 @@ def test_reset_drops_everything_that_no_request_holds() -> None:
     engine.step()
     engine.step()
     blocks, snapshots = engine.scheduler.reset_cache()
-    assert blocks == 5
-    assert snapshots >= 2
+    assert blocks == 5 + 5, "those of the request that runs are none of the cache's any more"
+    assert snapshots >= 3
     engine.check()
     engine.drain()
     assert engine.run(prompt, 2).num_cached == 0
     engine.scheduler.reset_cache()
     assert engine.scheduler.resources.blocks.num_used == 0
     assert engine.scheduler.stats().prefix_bytes == 0
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 5, 20])
+def test_a_request_that_runs_during_a_reset_publishes_nothing_afterwards(steps: int, in_flight: int) -> None:
+    """Neither what it had computed before, nor what it computes on top of that, prompt or answer."""
+    engine = driver(max_in_flight=in_flight, decode_checkpoint_interval=16, prefill_chunk=64, own_pass_tokens=64)
+    prompt = family_tokens(0)[:130]
+    request = engine.add(prompt, 60, stops=False)
+    for _ in range(steps):
+        engine.step()
+    engine.scheduler.reset_cache()
+    engine.check()
+    assert len(engine.scheduler.cache.index) == 0
+    engine.drain()
+    assert len(engine.scheduler.cache.index) == 0
+    assert engine.scheduler.cache.snapshots.num_used == 0
+    assert engine.run([*prompt, *request.output, 5], 2).num_cached == 0
+    assert engine.run([*prompt, *request.output, 5], 2).num_cached > 0
+
+
+def test_a_reset_while_a_step_restores_from_the_cache() -> None:
+    """The step keeps its snapshot until it commits; nobody finds it any more, and then it is free."""
+    engine = driver(max_in_flight=2)
+    prompt = family_tokens(0)[:100]
+    engine.run(prompt, 1)
+    warm = engine.add([*prompt, 7], 3, stops=False)
+    engine.launch()
+    assert engine.launched[-1].prefill[0].restore is not None
+    engine.scheduler.reset_cache()
+    engine.check()
+    assert engine.scheduler.cache.snapshots.num_used == 1 + len(engine.launched[-1].prefill[0].checkpoints)
+    assert engine.add([*prompt, 8], 3, stops=False)
+    engine.drain()
+    assert warm.num_cached == 80
+    assert engine.finished[-1].num_cached == 0
+
+
+def test_a_request_preempted_after_a_reset_begins_anew_and_publishes() -> None:
+    engine = driver()
+    request = engine.add(family_tokens(0)[:100], 40, stops=False)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.reset_cache()
+    engine.scheduler.roster.preempt(engine.scheduler.roster.by_id[request.id])
+    engine.launch()
+    assert engine.launched[-1].prefill[0].start == 0
+    engine.drain()
+    assert engine.run([*request.prompt, *request.output, 5], 2).num_cached > 100
 
 
 def test_a_pass_saves_no_more_checkpoints_than_the_runner_has_room_for() -> None:
