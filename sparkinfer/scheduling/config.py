@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparkinfer.errors import ConfigError
-from sparkinfer.scheduling.types import KV_BLOCK_TOKENS
+from sparkinfer.scheduling.types import CHUNK_ALIGN, KV_BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class SchedulerConfig:
 
     prefill_chunk: int = 8192
     """Prompt tokens in a pass without decoding requests."""
-    chunk_align: int = 64
+    chunk_align: int = CHUNK_ALIGN
     """A chunk that does not end its prompt ends at a multiple of this, the scan kernels' chunk: results then
     do not depend on where a prompt was cut."""
     prefill_passes_per_decode: int = 1
