@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sparkinfer_eval import check_program, pack_ckpt
 from sparkinfer_kernels.gated_delta_rule import reference as gdn
 
@@ -103,7 +104,8 @@ def test_a_fault_of_the_step_that_the_engine_runs_is_caught(models, monkeypatch,
         if len(plan.rows) > 1:
             first, second = (row.checkpoints[0].snapshot for row in plan.rows[:2])
             wrong = pack_ckpt.UNWRITTEN if fault == "not written" else self.caches.snapshot_state[second].clone()
-            self.caches.snapshot_state[first] = wrong
+            with torch.inference_mode():
+                self.caches.snapshot_state[first] = wrong
         return result
 
     monkeypatch.setattr(ModelRunner, "execute", execute)
