@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkinfer.errors import ConfigError
-from sparkinfer.scheduling.types import KV_BLOCK_TOKENS
+from sparkinfer.scheduling.types import CHUNK_ALIGN, KV_BLOCK_TOKENS
 
 PREFIX = "SPARKINFER_"
 MAX_THREADS = 1024
@@ -27,10 +27,12 @@ ENVIRONMENT_ONLY = {
 
 
 def _setting(
-    default: Any, text: str, *, where: str, low: float | None = None, auto: str = "", choices: str = ""
-) -> Any:
+    default: Any, text: str, *, where: str, low: float | None = None, auto: str = "", choices: str = "",
+    secret: bool = False,
+) -> Any:  # fmt: skip
     """A field of `Settings`: its default, what it does and why the default, and where it takes effect."""
     metadata = {"text": text, "where": where, "low": low, "auto": auto, "choices": tuple(choices.split())}
+    metadata["secret"] = secret
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -46,7 +48,13 @@ class Settings:
         low=0,
         auto="1024; 4096 on a MoE model, whose experts want more rows to be worth reading",
     )
-    mixed_max_prompts: int = _setting(8, "Prompts that one mixed step carries, oldest first.", where="scheduler", low=1)
+    mixed_max_prompts: int = _setting(
+        8,
+        "Prompts that one mixed step carries, oldest first. Eight of 128 tokens fill the budget of a dense model; more "
+        "would lengthen steps that decoding requests wait for, and a GPU's captured passes have room for this many.",
+        where="scheduler",
+        low=1,
+    )
     backlog_chunk: int | None = _setting(
         None,
         "Prompt tokens that one forward pass carries beside the decoding requests while more than half as many wait "
@@ -66,17 +74,58 @@ class Settings:
     )
     prefill_chunk: int = _setting(
         8192,
-        "Prompt tokens of a prefill pass that carries no decoding requests.",
+        "Prompt tokens of a prefill pass that carries no decoding requests. Larger passes read the weights less often; "
+        "they also take more memory for activations, and requests that decode wait for a whole one.",
         where="scheduler, memory plan",
-        low=KV_BLOCK_TOKENS,
+        low=CHUNK_ALIGN,
     )
     pack_prefill: bool = _setting(
-        True, "Several prompts share one prefill pass. Off: one prompt per pass.", where="scheduler"
+        True,
+        "Several prompts share one prefill pass, since a short one alone reads all weights for few tokens. Off: one "
+        "prompt per prefill pass; a mixed step still carries `MIXED_MAX_PROMPTS`.",
+        where="scheduler",
     )
     pack_moe: bool = _setting(
         True,
-        "Several prompts share one prefill pass on a MoE model too. Off: one prompt per pass.",
+        "Several prompts share one prefill pass on a MoE model too, whose experts get more rows each that way. Off: one "
+        "prompt per prefill pass there; a mixed step still carries `MIXED_MAX_PROMPTS`.",
         where="scheduler",
+    )
+    pack_max_prompts: int = _setting(
+        64,
+        "Prompts that one prefill pass carries. 64 of 128 tokens fill `PREFILL_CHUNK`; a GPU's captured passes have room "
+        "for this many, `MAX_NUM_SEQS` where that is less.",
+        where="scheduler, GPU passes",
+        low=1,
+    )
+    prefill_passes_per_decode: int = _setting(
+        1,
+        "Prefill passes in a row while requests decode. With 1 the gap between two tokens of an answer is at most one "
+        "pass of `PREFILL_CHUNK`; more give earlier first tokens and longer gaps.",
+        where="scheduler",
+        low=1,
+    )
+    watermark: float = _setting(
+        0.01,
+        "Share of the KV blocks that admission leaves free while other requests run, for the next tokens of these. "
+        "Without it a request would be let in only to make a running one give way a few steps later; a hundredth is some "
+        "blocks for each request of a full engine, and hardly missed.",
+        where="scheduler",
+        low=0,
+    )
+    spec_load_limit: int = _setting(
+        8,
+        "With a drafter, loads of at most this many requests verify drafts and take no mixed steps: beyond, a pass has "
+        "rows enough without drafts. No effect without a drafter, and the server of this version loads none.",
+        where="scheduler",
+        low=0,
+    )
+    draft_tokens: int = _setting(
+        7,
+        "With a drafter, drafts that a step verifies for a request: what a block of 8 of the drafter yields. No effect "
+        "without one.",
+        where="scheduler",
+        low=1,
     )
     max_num_seqs: int = _setting(
         32,
@@ -103,8 +152,16 @@ class Settings:
     )
     prefix_cache: bool = _setting(
         True,
-        "Keep KV blocks and recurrent-state checkpoints of past prompts for reuse.",
+        "Keep KV blocks and recurrent-state checkpoints of past prompts for reuse. On, since a hit saves the prompt's "
+        "computation, and what the cache holds gives way to running requests.",
         where="scheduler",
+    )
+    prefix_cache_salt: str = _setting(
+        "",
+        "Text that precedes the `cache_salt` of every request in the hashes of cached prefixes, so that they cannot be "
+        "computed by who does not know it. `/v1/info` only says whether it is set. Empty: no salt but the requests' own.",
+        where="server",
+        secret=True,
     )
     snapshot_pool_mb: int | None = _setting(
         None,
@@ -115,25 +172,44 @@ class Settings:
     )
     prefix_cache_host_kv_mb: int = _setting(
         0,
-        "Host memory for KV blocks that leave the device, in MiB. 0: evicted blocks are dropped.",
+        "Host memory for KV blocks that leave the device, in MiB. 0: evicted blocks are dropped, since this memory is "
+        "taken for good at start and pays only where prompts come back after the device has run out of blocks.",
         where="memory plan, prefix cache",
         low=0,
     )
     checkpoint_interval: int = _setting(
         4096,
-        "Distance in tokens of the extra checkpoints inside a long prompt; 0: none. Each costs one snapshot.",
+        "Distance in tokens of the extra checkpoints inside a long prompt; 0: none. Each costs one snapshot, of a large "
+        "model as much memory as the KV of some thousand tokens: closer ones would crowd out other prompts. A pass saves "
+        "at most 256, half of what is left for one prompt.",
         where="prefix cache",
         low=0,
     )
     decode_checkpoint_interval: int = _setting(
         256,
-        "Distance in tokens of the checkpoints taken while generating, for the next turn of a chat; 0: none.",
+        "Distance in tokens of the checkpoints taken while generating, for the next turn of a chat; 0: none. Each "
+        "replaces the one before: a copy of the state every 256 tokens, and a next turn computes at most as many anew.",
         where="prefix cache",
         low=0,
     )
+    branch_min_tokens: int = _setting(
+        64,
+        "Least distance in tokens of a checkpoint inside a prompt to its neighbours: a hit saves at least this much, one "
+        "chunk of the prefill kernels.",
+        where="prefix cache",
+        low=0,
+    )
+    attention_cost_tokens: int = _setting(
+        32768,
+        "Context in tokens at which a token costs twice as much to compute as the first one, for the choice of what to "
+        "evict. Smaller keeps the ends of long prompts rather than short ones.",
+        where="prefix cache",
+        low=1,
+    )
     aging_steps: int = _setting(
         1000,
-        "Steps of waiting that are worth one level of `priority`. 0: strict priority, which can starve low ones.",
+        "Steps of waiting that are worth one level of `priority`: within a burst the urgent go first, and after some "
+        "thousand steps the others have caught up. 0: strict priority, which can starve low ones.",
         where="scheduler",
         low=0,
     )
@@ -166,14 +242,15 @@ class Settings:
     )
     deterministic: bool = _setting(
         False,
-        "On a GPU, run every decode step at one padded size and every prompt in passes of its own, so that an answer "
-        "does not depend on the requests beside it. Slower.",
+        "Run every prompt in passes of its own, and on a GPU every decode step at one padded size, so that an answer "
+        "does not depend on the requests beside it. Slower. Turns mixed steps and packing off.",
         where="scheduler, GPU kernels",
     )
     steps_in_flight: int | None = _setting(
         None,
         "Steps that may be under way at once. With 2 the host plans and launches the next step while one runs, and a "
-        "request that ends unforeseen (a stop token) has one row computed in vain.",
+        "request that ends unforeseen (a stop token) has one row computed in vain. On a CPU a launch computes the step at "
+        "once, so 2 overlaps nothing there: it is for tests.",
         where="scheduler, engine process",
         low=1,
         auto="2 on a GPU, which runs beside the host; 1 on a CPU, where the step itself occupies the cores and the "
@@ -226,8 +303,9 @@ class Settings:
     )
 
     def as_dict(self) -> dict[str, Any]:
-        """Environment variable name to value, in table order."""
-        return {env_name(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
+        """Environment variable name to value, in table order; of a secret only "set" or the empty text."""
+        values = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return {env_name(f.name): "set" if f.metadata["secret"] and value else value for f, value in values}
 
 
 def env_name(field_name: str) -> str:
@@ -285,10 +363,10 @@ def unknown_variables(environ: Iterable[str]) -> list[str]:
 def check(settings: Settings) -> None:
     """Raise ConfigError for values that contradict each other; needs no model."""
     chunk = settings.mixed_chunk
-    if chunk is not None and 0 < chunk < KV_BLOCK_TOKENS:
+    if chunk is not None and 0 < chunk < CHUNK_ALIGN:
         raise ConfigError(
-            f"SPARKINFER_MIXED_CHUNK={chunk} is below one KV block of {KV_BLOCK_TOKENS} tokens: "
-            f"use 0 (off) or at least {KV_BLOCK_TOKENS}"
+            f"SPARKINFER_MIXED_CHUNK={chunk} is below {CHUNK_ALIGN} tokens, at whose multiples prompts are cut: "
+            f"use 0 (off) or at least {CHUNK_ALIGN}"
         )
     backlog = settings.backlog_chunk
     if backlog:
@@ -316,6 +394,44 @@ def check(settings: Settings) -> None:
         raise ConfigError(
             f"SPARKINFER_PREFIX_CACHE_HOST_KV_MB={settings.prefix_cache_host_kv_mb} needs the prefix cache, "
             "which SPARKINFER_PREFIX_CACHE=0 turns off: set one of the two back"
+        )
+    if settings.snapshot_pool_mb is not None and not settings.prefix_cache:
+        raise ConfigError(
+            f"SPARKINFER_SNAPSHOT_POOL_MB={settings.snapshot_pool_mb} is for the prefix cache, which "
+            "SPARKINFER_PREFIX_CACHE=0 turns off: leave one of the two out"
+        )
+    _check_policies(settings)
+
+
+def _check_policies(settings: Settings) -> None:
+    """What the scheduler would refuse, in the words of the settings, before any model is loaded."""
+    if settings.deterministic and settings.mixed_chunk:
+        raise ConfigError(
+            f"SPARKINFER_DETERMINISTIC=1 turns mixed steps off, SPARKINFER_MIXED_CHUNK={settings.mixed_chunk} asks for "
+            "them: leave one of the two out"
+        )
+    default = Settings().mixed_max_prompts
+    if settings.mixed_max_prompts > max(default, settings.max_num_seqs):
+        raise ConfigError(
+            f"SPARKINFER_MIXED_MAX_PROMPTS={settings.mixed_max_prompts} is beyond the {settings.max_num_seqs} requests "
+            f"of SPARKINFER_MAX_NUM_SEQS: lower it to at most {settings.max_num_seqs}, or leave it out"
+        )
+    for name in ("checkpoint_interval", "decode_checkpoint_interval"):
+        if (value := getattr(settings, name)) % KV_BLOCK_TOKENS:
+            nearest = max(1, round(value / KV_BLOCK_TOKENS)) * KV_BLOCK_TOKENS
+            raise ConfigError(
+                f"{env_name(name)}={value} is no multiple of a KV block, {KV_BLOCK_TOKENS} tokens, where states can be "
+                f"saved: use {nearest}, or 0 for none"
+            )
+    if settings.steps_in_flight is not None and settings.steps_in_flight > 2:
+        raise ConfigError(
+            f"SPARKINFER_STEPS_IN_FLIGHT={settings.steps_in_flight}: at most 2 steps can be under way, one that runs and "
+            "one that waits for it; use 1 or 2"
+        )
+    if settings.watermark >= 0.5:
+        raise ConfigError(
+            f"SPARKINFER_WATERMARK={settings.watermark:g} would leave half of the KV cache or more unused: use less than "
+            "0.5"
         )
 
 

@@ -88,9 +88,6 @@ class Bench:
     def prefill(self, prompts: Sequence[list[int]], places: Sequence[int]) -> list[Prefilled]:
         """Prefill prompts in one pass, each in its place, and take what they leave."""
         caches = self.runner.caches
-        with torch.inference_mode():
-            caches.snapshot_state.fill_(UNWRITTEN)
-            caches.snapshot_window.fill_(UNWRITTEN)
         requests = [
             Request(id=f"prompt{place}", prompt=prompt, sampling=SamplingParams(max_tokens=1, temperature=0.0))
             for place, prompt in zip(places, prompts, strict=True)
@@ -98,12 +95,16 @@ class Bench:
         rows = [self._row(request, place) for request, place in zip(requests, places, strict=True)]
         self.step += 1
         logits = self.runner.logits(StepPlan(self.step, rows)).cpu()
+        # The pass once more as the engine runs it, sampling and a captured graph included: from the same zero start, and
+        # what is compared are the checkpoints that it writes.
+        with torch.inference_mode():
+            caches.snapshot_state.fill_(UNWRITTEN)
+            caches.snapshot_window.fill_(UNWRITTEN)
+        self.step += 1
+        tokens = self.runner.execute(StepPlan(self.step, rows)).tokens
         states = [
             (caches.snapshot_state[place].clone(), caches.snapshot_window[place].clone().float()) for place in places
         ]
-        # The pass once more as the engine runs it, sampling included: the same states from the same zero start.
-        self.step += 1
-        tokens = self.runner.execute(StepPlan(self.step, rows)).tokens
         ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
         return [
             Prefilled(token, logits[end], state, window)

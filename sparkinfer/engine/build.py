@@ -177,6 +177,11 @@ def scheduler_config(
         own_pass_tokens=settings.own_pass_tokens,
         pack_prefill=settings.pack_prefill and not settings.deterministic,
         pack_moe=settings.pack_moe,
+        pack_max_prompts=settings.pack_max_prompts,
+        prefill_passes_per_decode=settings.prefill_passes_per_decode,
+        watermark=settings.watermark,
+        spec_load_limit=settings.spec_load_limit,
+        draft_tokens=settings.draft_tokens,
         is_moe=is_moe,
         aging_steps=settings.aging_steps,
         num_snapshots=sizes.num_snapshots,
@@ -185,6 +190,8 @@ def scheduler_config(
         snapshot_bytes=memory.snapshot_bytes,
         checkpoint_interval=settings.checkpoint_interval,
         decode_checkpoint_interval=settings.decode_checkpoint_interval,
+        branch_min_tokens=settings.branch_min_tokens,
+        attention_cost_tokens=settings.attention_cost_tokens,
         max_in_flight=settings.steps_in_flight or IN_FLIGHT[torch.device(device).type],
     )
 

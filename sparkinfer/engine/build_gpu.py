@@ -12,10 +12,7 @@ from sparkinfer.models.qwen3_5_gpu import GpuModel, GpuOptions
 from sparkinfer.runner.gpu_sizes import PassLimits
 from sparkinfer.runner.memory import MemoryPlan
 from sparkinfer.runner.open_runner import load_gpu_model
-from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.settings import Settings
-
-PACK_MAX_PROMPTS = SchedulerConfig(max_num_seqs=1, num_kv_blocks=1, max_model_len=2).pack_max_prompts
 
 
 def gpu_options(settings: Settings) -> GpuOptions:
@@ -46,7 +43,7 @@ def gpu_limits(settings: Settings, mixed_chunk: int) -> PassLimits:
         prefill_chunk=settings.prefill_chunk,
         mixed_chunk=mixed_chunk,
         mixed_max_prompts=settings.mixed_max_prompts,
-        pack_max_prompts=PACK_MAX_PROMPTS,
+        pack_max_prompts=settings.pack_max_prompts,
         deterministic=settings.deterministic,
     )
 

@@ -165,6 +165,9 @@ class EngineClient:
         """End every waiting request with `error`."""
         for submission in set(self._streams.values()):
             submission.fail(error)
+        self._fail_resets(error)
+
+    def _fail_resets(self, error: Exception) -> None:
         for answer in self._resets.values():
             if not answer.done():
                 answer.set_exception(error)
@@ -185,6 +188,7 @@ class EngineClient:
                 log.warning("the engine process did not end within %.0f s: killing it", grace_s + 2.0)
         self.kill()
         self._process.wait()
+        self._fail_resets(EngineDied("the engine has stopped"))
         self._close()
 
     def kill(self) -> None:
@@ -261,6 +265,8 @@ class EngineClient:
         if not self._stopping:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             self._fail(EngineFailed(f"the engine process {how}", code if code > 0 else 1))
+        # An orderly stop may have come before the engine read them: nobody else answers.
+        self._fail_resets(EngineDied("the engine has stopped"))
 
     def _fail(self, failure: EngineFailed) -> None:
         if self.died.done():

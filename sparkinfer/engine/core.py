@@ -108,7 +108,7 @@ class EngineCore:
             raise SparkinferError(f"requests wait but nothing can be scheduled: {self.scheduler.stats()}")
 
     def reset_cache(self) -> tuple[int, int]:
-        """Drop prefix-cache contents that no running request holds; returns dropped (blocks, snapshots)."""
+        """Empty the prefix cache; returns dropped (blocks, snapshots)."""
         return self.scheduler.reset_cache()
 
     def stats(self) -> EngineStats:

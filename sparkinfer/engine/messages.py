@@ -41,7 +41,7 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
 
 class ResetCache(msgspec.Struct, tag="reset", array_like=True, frozen=True):
-    """Drop all prefix-cache contents that no running request holds."""
+    """Empty the prefix cache; requests that run enter nothing of what they have computed."""
 
     token: str
 

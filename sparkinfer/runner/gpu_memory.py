@@ -8,6 +8,7 @@ from sparkinfer.errors import ConfigError
 from sparkinfer.models.config import ModelConfig
 from sparkinfer.runner.gpu_sizes import PassLimits
 from sparkinfer.runner.memory import MIB, MemoryPlan
+from sparkinfer.scheduling.types import MAX_PASS_CHECKPOINTS
 
 RESERVE_SHARE = 0.04
 """Share of the card that stays free: the driver, libraries' workspaces, fragmentation."""
@@ -15,8 +16,6 @@ GRAPH_MB = 24
 """Device memory of one captured pass beside its activations."""
 RING_ENTRIES = 8
 """Checkpoints that may be on their way to the host."""
-MAX_ENTRIES = 256
-"""Checkpoints that one pass may save."""
 COPY_SHARE = 0.55
 """Share of the free memory that weights and their bf16 copy may take together."""
 CHUNK_TOKENS = 64
@@ -65,7 +64,7 @@ class GpuBudget:
 
 def checkpoint_entries(num_snapshots: int) -> int:
     """Checkpoints that one pass may save."""
-    return min(num_snapshots, MAX_ENTRIES)
+    return min(num_snapshots, MAX_PASS_CHECKPOINTS)
 
 
 def pass_bytes(config: ModelConfig, limits: PassLimits) -> int:

@@ -102,7 +102,8 @@ class PassLimits:
     def _sequences(self) -> tuple[int, int]:
         """Prompts of a pass without decode rows, and beside some."""
         most = min(self.pack_max_prompts, self.max_num_seqs)
-        return most, min(self.mixed_max_prompts, most)
+        # A pack's limit is none of mixed steps, which the scheduler fills up to their own.
+        return most, min(self.mixed_max_prompts, self.max_num_seqs)
 
 
 def _up_to(most: int) -> list[int]:

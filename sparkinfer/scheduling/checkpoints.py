@@ -42,6 +42,14 @@ def prompt_positions(num_tokens: int, start: int, branch: int, config: Scheduler
     return [*positions, last]
 
 
+def thinned(positions: list[int], most: int) -> list[int]:
+    """At most `most` of these positions: the last one, worth most, and others at even distances before it."""
+    count = len(positions)
+    if count <= most:
+        return positions
+    return [positions[count * (place + 1) // most - 1] for place in range(most)]
+
+
 def next_decode_position(computed: int, end_computed: int, config: SchedulerConfig) -> int:
     """The next checkpoint while generating: a multiple of the interval, or the last boundary before the known end."""
     interval = config.decode_checkpoint_interval

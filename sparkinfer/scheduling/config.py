@@ -5,23 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparkinfer.errors import ConfigError
-from sparkinfer.scheduling.types import KV_BLOCK_TOKENS
-
-
-def pool_entries(name: str, megabytes: int, entry_bytes: int) -> int:
-    """How many entries of `entry_bytes` a pool of `megabytes` MB (2**20 bytes) holds; 0 MB turns the pool off.
-
-    Raises ConfigError, the arithmetic shown, when the pool is smaller than one entry.
-    """
-    if megabytes < 0:
-        raise ConfigError(f"{name} is {megabytes} MB: it must be at least 0.")
-    entries = (megabytes << 20) // entry_bytes
-    if megabytes and not entries:
-        raise ConfigError(
-            f"pool smaller than one entry: {name} is {megabytes} MB = {megabytes << 20} bytes, one entry takes "
-            f"{entry_bytes} bytes. Set {name} to at least {-(-entry_bytes // (1 << 20))}, or to 0 to turn it off."
-        )
-    return entries
+from sparkinfer.scheduling.types import CHUNK_ALIGN, KV_BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +25,7 @@ class SchedulerConfig:
 
     prefill_chunk: int = 8192
     """Prompt tokens in a pass without decoding requests."""
-    chunk_align: int = 64
+    chunk_align: int = CHUNK_ALIGN
     """A chunk that does not end its prompt ends at a multiple of this, the scan kernels' chunk: results then
     do not depend on where a prompt was cut."""
     prefill_passes_per_decode: int = 1

@@ -42,6 +42,7 @@ def check_integrity(scheduler: Scheduler) -> None:
         cached = sum(len(node.blocks) for node in scheduler.cache.index)
         _require(resources.slots.num_used == 0, "slots are taken while idle")
         _require(resources.blocks.num_used == cached, "blocks are held by nobody while idle")
+        _require(not scheduler.cache.orphans, "a snapshot is held for a step that has committed")
         _require(not resources.retired, "blocks wait for a step while none is in flight")
 
 
@@ -80,7 +81,7 @@ def _check_slots(scheduler: Scheduler, sequences: list[Sequence]) -> None:
 def _check_snapshots(scheduler: Scheduler) -> None:
     cache = scheduler.cache
     owned: list[int] = []
-    for node in cache.index:
+    for node in (*cache.index, *cache.orphans):
         if node.snapshot >= 0:
             owned.append(node.snapshot)
             _require(cache.snapshots.position[node.snapshot] == node.position, "snapshot position is not key position")
@@ -100,7 +101,7 @@ def _check_snapshots(scheduler: Scheduler) -> None:
     _require(len(set(owned)) == len(owned), "a snapshot has two owners")
     used = {s for s in range(cache.snapshots.total) if cache.snapshots.is_used(s)}
     _require(used == set(owned), "snapshots taken and snapshots owned differ")
-    for node in cache.index:
+    for node in (*cache.index, *cache.orphans):
         _require(node.pins == pins[id(node)], f"node at {node.position}: {node.pins} pins, {pins[id(node)]} restores")
 
 

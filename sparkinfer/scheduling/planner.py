@@ -7,14 +7,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sparkinfer.scheduling.checkpoints import next_decode_position
+from sparkinfer.scheduling.checkpoints import next_decode_position, thinned
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.passes import LoadView, PassShape, chunk_length, is_long
 from sparkinfer.scheduling.prefix_index import PrefixNode
 from sparkinfer.scheduling.resources import Resources
 from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.sequence import NEVER, Phase, Sequence
-from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Checkpoint, DecodeRows, Row, StepPlan
+from sparkinfer.scheduling.types import (
+    KV_BLOCK_TOKENS,
+    MAX_PASS_CHECKPOINTS,
+    Checkpoint,
+    DecodeRows,
+    Row,
+    StepPlan,
+)
 
 
 @dataclass(slots=True)
@@ -198,7 +205,7 @@ class Planner:
             is_decode=False,
             samples=samples,
             output_index=len(request.output),
-            checkpoints=self._prompt_checkpoints(sequence, start + length),
+            checkpoints=self._prompt_checkpoints(flight, sequence, start + length),
         )
         if sequence.restore_node is not None:
             row.restore = sequence.restore_node.snapshot
@@ -213,14 +220,18 @@ class Planner:
             request.num_in_flight_outputs += 1
             self.roster.start_decoding(sequence)
             sequence.next_checkpoint = NEVER
-            if request.use_cache:
+            if request.use_cache and sequence.publishes:
                 sequence.next_checkpoint = next_decode_position(start + length, sequence.end_computed, self.config)
         return length
 
-    def _prompt_checkpoints(self, sequence: Sequence, stop: int) -> tuple[Checkpoint, ...]:
+    def _prompt_checkpoints(self, flight: InFlight, sequence: Sequence, stop: int) -> tuple[Checkpoint, ...]:
+        due = [position for position in sequence.checkpoints if position <= stop]
+        del sequence.checkpoints[: len(due)]
+        if not due:
+            return ()
+        left = MAX_PASS_CHECKPOINTS - sum(len(row.checkpoints) for row in flight.plan.prefill)
         found = []
-        while sequence.checkpoints and sequence.checkpoints[0] <= stop:
-            position = sequence.checkpoints.pop(0)
+        for position in thinned(due, (left + 1) // 2):
             snapshot = self.cache.reserve_snapshot(sequence, position)
             if snapshot is not None:
                 found.append(Checkpoint(position, snapshot))

@@ -8,6 +8,7 @@ snapshot, and their blocks are given up, or moved to the host, when the pool nee
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sparkinfer.scheduling.blocks import BlockPool
@@ -59,6 +60,8 @@ class PrefixCache:
         self.counters = CacheCounters()
         self.num_evictable = 0
         """Device blocks that eviction can free: those of nodes without references."""
+        self.orphans: list[PrefixNode] = []
+        """Nodes that a reset took out while a step in flight restores from their snapshots."""
         self.moves: list[BlockMove] = []
         """Moves that the next plan must carry, in order."""
         self.retired_blocks: list[int] = []
@@ -158,7 +161,12 @@ class PrefixCache:
     def unpin(self, node: PrefixNode) -> None:
         """A row that restored from the node's snapshot has committed."""
         node.pins -= 1
-        self._snapshot_heap.push(node)
+        if self.index.holds(node):
+            self._snapshot_heap.push(node)
+        elif node.pins == 0:
+            self.orphans.remove(node)
+            self.snapshots.release(node.snapshot)
+            node.snapshot = -1
 
     def _reference(self, node: PrefixNode) -> None:
         if node.refs == 0:
@@ -308,8 +316,9 @@ class PrefixCache:
             return False
         score, node = found
         self._clock.evicted(score)
-        self.counters.evictions += 1
+        before = self.index.num_blocks
         self._take_snapshot(node)
+        self.counters.evictions += 1 + before - self.index.num_blocks
         return True
 
     def _take_snapshot(self, node: PrefixNode) -> None:
@@ -332,7 +341,7 @@ class PrefixCache:
 
     def _remove_subtree(self, top: PrefixNode) -> None:
         """Remove an unreferenced node with all below it, then what leads nowhere above it."""
-        order = [top]
+        order, before = [top], self.index.num_blocks
         for node in order:
             order.extend(node.children)
         for node in reversed(order):
@@ -340,10 +349,10 @@ class PrefixCache:
                 self.snapshots.release(node.snapshot)
                 node.snapshot = -1
                 self.counters.evictions += 1
-            self.counters.evictions += len(node.hashes)
             self._remove(node)
         if top.parent is not None and top.parent.refs == 0:
             self._prune(top.parent)
+        self.counters.evictions += before - self.index.num_blocks
 
     def _remove(self, node: PrefixNode) -> None:
         """Remove an unreferenced node without children and give its blocks back; its snapshot has gone before."""
@@ -354,18 +363,23 @@ class PrefixCache:
             self.host.release(host_block)
         node.blocks, node.host = [], []
 
-    def reset(self) -> tuple[int, int]:
-        """Drop everything that no running request or step in flight uses; returns dropped (blocks, snapshots)."""
-        blocks = snapshots = 0
+    def reset(self, holders: Iterable[Sequence]) -> tuple[int, int]:
+        """Drop everything; returns dropped (blocks, snapshots).
+
+        `holders`, the sequences that may reference entries, keep the blocks that they hold themselves. A snapshot that
+        a step in flight restores from is given back when that step commits, and nobody finds it any more.
+        """
+        blocks, snapshots = self.index.num_blocks, 0
+        for sequence in holders:
+            self.let_go(sequence)
         for node in sorted(self.index, key=lambda n: -n.depth):
-            if node.snapshot >= 0 and node.pins == 0:
+            snapshots += node.snapshot >= 0
+            if node.pins:
+                self.orphans.append(node)
+            elif node.snapshot >= 0:
                 self.snapshots.release(node.snapshot)
                 node.snapshot = -1
-                self.index.version += 1
-                snapshots += 1
-            if node.refs == 0:
-                self._remove(node)
-                blocks += len(node.hashes)
+            self._remove(node)
         return blocks, snapshots
 
     # -- figures ----------------------------------------------------------------------------------------------------

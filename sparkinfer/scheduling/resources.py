@@ -10,7 +10,7 @@ from sparkinfer.scheduling.checkpoints import prompt_positions
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.decode_table import DecodeTable
 from sparkinfer.scheduling.prefix_cache import PrefixCache
-from sparkinfer.scheduling.sequence import Phase, Sequence
+from sparkinfer.scheduling.sequence import NEVER, Phase, Sequence
 from sparkinfer.scheduling.slots import SlotPool
 from sparkinfer.scheduling.types import Checkpoint
 
@@ -26,7 +26,9 @@ class Resources:
         self.table = DecodeTable(config.max_num_seqs)
         self.retired: deque[tuple[int, list[int], list[int]]] = deque()
         """(step, device blocks, host blocks): released when that step commits."""
-        self._refused: tuple[Sequence, int] | None = None
+        self._refused: tuple[Sequence, int, int] | None = None
+        """The sequence that was refused last, the blocks available then, and the version of the index: with other
+        entries a hit may need fewer blocks."""
 
     @property
     def available(self) -> int:
@@ -48,8 +50,8 @@ class Resources:
         if not self.slots.num_free:
             return False
         if others_run and self._refused is not None:
-            refused, available = self._refused
-            if refused is sequence and self.available <= available:
+            refused, available, version = self._refused
+            if refused is sequence and self.available <= available and self.cache.index.version == version:
                 return False
         request = sequence.request
         match = self.cache.match(sequence)
@@ -58,7 +60,7 @@ class Resources:
         reserve = self.config.watermark_blocks if others_run else 0
         if self.available < needed + reserve:
             self.cache.let_go(sequence)
-            self._refused = (sequence, self.available)
+            self._refused = (sequence, self.available, self.cache.index.version)
             return False
         self._refused = None
         blocks = self.cache.use(sequence, match)
@@ -85,13 +87,25 @@ class Resources:
     def publish(self, sequence: Sequence, checkpoints: Iterable[Checkpoint], *, decode: bool) -> None:
         """The step that wrote these snapshots has committed: enter them, unless the request has ended before."""
         for checkpoint in checkpoints:
-            if sequence.phase is Phase.DONE:
+            if sequence.phase is Phase.DONE or not sequence.publishes:
                 self.cache.drop_snapshot(checkpoint.snapshot)
                 continue
             node = self.cache.publish(sequence, checkpoint.position, checkpoint.snapshot)
             self.table.blocks_replaced(sequence)
             if decode:
                 self.cache.replace_decode_checkpoint(sequence, node)
+
+    def reset_cache(self, holders: Iterable[Sequence]) -> tuple[int, int]:
+        """Empty the prefix cache; returns dropped (blocks, snapshots).
+
+        `holders`, all sequences that run or drain, keep their blocks and enter none of what they have computed; one
+        that is preempted later starts from nothing, and enters what it then computes.
+        """
+        for sequence in holders:
+            if sequence.phase is not Phase.WAITING:
+                sequence.publishes = False
+                sequence.checkpoints, sequence.next_checkpoint = [], NEVER
+        return self.cache.reset(holders)
 
     def release(self, sequence: Sequence) -> None:
         """Take everything back. No plan in flight may use it any more."""

@@ -107,6 +107,7 @@ class Roster:
         sequence.phase = Phase.WAITING
         sequence.preempting = False
         sequence.match_version = -1
+        sequence.publishes = True
         self.preempted_in = self.step
         self.num_preemptions += 1
         self.queue.push(sequence)

@@ -136,8 +136,9 @@ class Scheduler:
         )
 
     def reset_cache(self) -> tuple[int, int]:
-        """Drop prefix-cache contents that no running request holds; returns dropped (blocks, snapshots)."""
-        return self.cache.reset()
+        """Empty the prefix cache; returns dropped (blocks, snapshots). Running requests go on, and enter nothing of what
+        they have computed."""
+        return self.resources.reset_cache(self.holders())
 
     # -- scheduling -------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,8 @@ class Sequence:
     """Positions of the prompt whose state is to be saved, ascending."""
     next_checkpoint: int = NEVER
     """The same for the next position while generating."""
+    publishes: bool = True
+    """False after a reset of the cache while it ran: what it computed before must not come back."""
     last_decode_node: PrefixNode | None = None
     """The latest checkpoint saved while generating: a newer one replaces it."""
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 KV_BLOCK_TOKENS = 16
 """Tokens per KV block, the unit of KV allocation and of prefix sharing."""
+CHUNK_ALIGN = 64
+"""A chunk that does not end its prompt ends at a multiple of this, the scan kernels' chunk."""
+MAX_PASS_CHECKPOINTS = 256
+"""Checkpoints that one pass may save while prompts run: the runner's buffers are made for them."""
 
 
 class FinishReason(enum.StrEnum):

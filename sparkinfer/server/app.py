@@ -136,7 +136,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def reset_cache(request: Request) -> Response:
-    """POST /v1/cache/reset: drop prefix-cache contents that no running request holds."""
+    """POST /v1/cache/reset: empty the prefix cache."""
     state = _state(request)
     state.loaded()
     answer = await state.client.reset_cache()

@@ -99,7 +99,8 @@ async def prepare(state: ServerState, raw: bytes, kind: type[GenerationRequest],
             rid = state.client.next_id()
             # Positions taken from the prefix cache are not computed, hence have no log-probabilities.
             use_cache = body.use_cache and sampling.prompt_logprobs is None
-            requests.append(AddRequest(rid, prompt, sampling, body.priority, body.cache_salt or "", use_cache))
+            salt = state.settings.prefix_cache_salt + (body.cache_salt or "")
+            requests.append(AddRequest(rid, prompt, sampling, body.priority, salt, use_cache))
             choices[rid] = Choice(
                 index=len(choices),
                 prompt=prompt,

@@ -56,6 +56,11 @@ Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """JSON numbers have any size; what goes to the engine has 64 bits."""
 
 
+MOST_PRIORITY = 100
+Priority = Annotated[int, msgspec.Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+"""Waiting overcomes any difference within these bounds (`SPARKINFER_AGING_STEPS` steps a level); none beyond them."""
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     """`stream_options` of a streaming request."""
 
@@ -82,7 +87,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Int = 0
+    priority: Priority = 0
     cache_salt: str | None = None
     use_cache: bool = True
     return_token_ids: bool | None = None

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sparkinfer_eval import check_program, pack_ckpt
 from sparkinfer_kernels.gated_delta_rule import reference as gdn
 
@@ -91,6 +92,25 @@ def test_a_window_of_the_wrong_prompt_is_caught(models, monkeypatch):
 
     monkeypatch.setattr(runner_batch.BatchBuilder, "build", build)
     assert pack_ckpt.main([str(models / "dense"), "--dtype", "float32"]) == 1
+
+
+@pytest.mark.parametrize("fault", ["not written", "of another prompt"])
+def test_a_fault_of_the_step_that_the_engine_runs_is_caught(models, monkeypatch, capsys, fault):
+    """Checkpoints go wrong in `execute` only, as those of a captured pass would: the pass for logits is right."""
+    original = ModelRunner.execute
+
+    def execute(self, plan):
+        result = original(self, plan)
+        if len(plan.rows) > 1:
+            first, second = (row.checkpoints[0].snapshot for row in plan.rows[:2])
+            wrong = pack_ckpt.UNWRITTEN if fault == "not written" else self.caches.snapshot_state[second].clone()
+            with torch.inference_mode():
+                self.caches.snapshot_state[first] = wrong
+        return result
+
+    monkeypatch.setattr(ModelRunner, "execute", execute)
+    assert pack_ckpt.main([str(models / "dense"), "--dtype", "float32"]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
 
 
 def test_exit_codes_for_bad_input(models, tmp_path, capsys):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sparkinfer.runner.gpu_sizes import PassLimits, PassShape
+from sparkinfer.scheduling.config import SchedulerConfig
+from tests.scheduling.driver import Driver
 
 LIMITS = PassLimits(max_num_seqs=32, prefill_chunk=8192, mixed_chunk=1024, mixed_max_prompts=8, pack_max_prompts=64)
 
@@ -34,6 +36,27 @@ def test_every_pass_within_the_limits_has_a_captured_shape(limits: PassLimits) -
             assert shape.decode >= decode
             assert shape.tokens >= tokens
             assert (shape.tokens > 0) == (tokens > 0)
+
+
+def test_a_mixed_step_has_room_for_every_prompt_that_the_scheduler_puts_into_it() -> None:
+    """More prompts beside decoding requests than a pack without them may hold."""
+    config = SchedulerConfig(
+        max_num_seqs=128, num_kv_blocks=4096, max_model_len=512, mixed_chunk=4096, mixed_max_prompts=100
+    )
+    limits = PassLimits(128, config.prefill_chunk, config.mixed_chunk, config.mixed_max_prompts, 64)
+    driver = Driver(config)
+    driver.add([5] * 10, 40, stops=False)
+    driver.step()
+    for number in range(90):
+        driver.add([number] * 10, 2, stops=False)
+    assert driver.launch()
+    plan = driver.launched[-1]
+    assert len(plan.prefill) == 90
+    shape = limits.shape_for(plan.num_decode, sum(row.length for row in plan.prefill), len(plan.prefill))
+    assert shape in limits.shapes()
+    assert shape.sequences == 100
+    driver.collect()
+    driver.drain()
 
 
 def test_largest_shape_comes_first() -> None:

@@ -8,13 +8,14 @@ and those that had arrived already. Aging makes that set finite under any stream
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
 
 import pytest
 
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.queue import order_key
 from sparkinfer.scheduling.scheduler import Scheduler
-from sparkinfer.scheduling.types import Request, SamplingParams, StepResult
+from sparkinfer.scheduling.types import Request, SamplingParams, StepPlan, StepResult
 from tests.scheduling.driver import random_config
 
 
@@ -31,25 +32,39 @@ class Trace:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
+        self.plans: deque[StepPlan] = deque()
+        self.cancelled: set[str] = set()
         self.requests: list[Request] = []
         self.arrived: dict[str, int] = {}
         self.ended: dict[str, int] = {}
         self.clock = 0
 
-    def add(self, prompt_len: int, max_tokens: int, priority: int) -> None:
+    def add(self, prompt_len: int, max_tokens: int, priority: int, family: int | None = None) -> None:
+        """Prompts of one family begin with the same tokens; without one, nothing is shared."""
         number = len(self.requests)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(f"r{number}", [number] * prompt_len, params, priority=priority)
+        prompt = [number] * prompt_len if family is None else [1000 + family] * (prompt_len - 1) + [number]
+        request = Request(f"r{number}", prompt, params, priority=priority)
         self.scheduler.add(request)
         self.requests.append(request)
         self.arrived[request.id] = self.clock
 
+    def cancel(self, number: int) -> None:
+        """End a request from outside, if it has not ended."""
+        request = self.requests[number]
+        if self.scheduler.abort([request.id]):
+            self.cancelled.add(request.id)
+            self.ended[request.id] = self.clock
+
     def step(self) -> None:
-        plan = self.scheduler.schedule()
+        """Schedule as far as the steps in flight allow, and commit the oldest."""
+        while (plan := self.scheduler.schedule()) is not None:
+            self.plans.append(plan)
         self.clock += 1
-        if plan is None:
+        if not self.plans:
             assert not self.scheduler.has_work, "work waits and nothing can be scheduled"
             return
+        plan = self.plans.popleft()
         count = plan.num_sampled
         # No draft is ever right: speculation then gains nothing.
         result = StepResult(plan.step_id, [5] * count, [None] * count, [[5]] * len(plan.verify))
@@ -63,6 +78,8 @@ class Trace:
         keys = [order_key(r.priority, self.arrived[r.id], i, aging) for i, r in enumerate(self.requests)]
         # Between two steps of the earliest request lie at most the prefill passes of others.
         gap = 1 + self.config.prefill_passes_per_decode
+        # A step in flight may have been planned before a request came, ended or gave way.
+        gap *= self.config.max_in_flight
         worst = 0.0
         for number, request in enumerate(self.requests):
             before = [
@@ -71,6 +88,8 @@ class Trace:
                 if keys[i] <= keys[number] or self.arrived[other.id] <= self.arrived[request.id]
             ]
             bound = gap * sum(steps_alone(other, self.config) for other in before) + gap
+            if request.id in self.cancelled:
+                continue
             worst = max(worst, (self.ended[request.id] - self.arrived[request.id]) / bound)
         return worst
 
@@ -80,30 +99,44 @@ def random_trace(seed: int) -> Trace:
     rng = random.Random(seed)
     config = random_config(rng)
     values = {name: getattr(config, name) for name in config.__slots__}
-    trace = Trace(SchedulerConfig(**(values | {"max_in_flight": 1, "aging_steps": rng.choice([1, 5, 40])})))
-    rate, count = rng.choice([0.05, 0.3, 1.0]), rng.randrange(2, 14)
+    trace = Trace(SchedulerConfig(**(values | {"aging_steps": rng.choice([1, 5, 40])})))
+    rate, count, cancels = rng.choice([0.05, 0.3, 1.0]), rng.randrange(2, 14), rng.choice([0.0, 0.0, 0.02])
+    families = rng.choice([0, 1, 3])
     while len(trace.requests) < count or trace.scheduler.has_work:
         while len(trace.requests) < count and rng.random() < rate:
-            trace.add(rng.choice([1, 16, 30, 100, 220]), rng.choice([1, 3, 10, 30]), rng.choice([0, 0, -2, 3]))
+            family = rng.randrange(families) if families else None
+            trace.add(rng.choice([1, 16, 30, 100, 220]), rng.choice([1, 3, 10, 30]), rng.choice([0, 0, -2, 3]), family)
         trace.step()
+        if trace.requests and rng.random() < cancels:
+            trace.cancel(rng.randrange(len(trace.requests)))
         assert trace.clock < 10_000
     return trace
 
 
-def run_traces(first: int, count: int) -> float:
-    worst = 0.0
+def run_traces(first: int, count: int) -> tuple[float, Counter[str]]:
+    """The largest wait in units of its bound, and what the traces exercised."""
+    worst, seen = 0.0, Counter[str]()
     for seed in range(first, first + count):
         trace = random_trace(seed)
         assert len(trace.ended) == len(trace.requests)
         share = trace.worst_share_of_bound()
         assert share <= 1, f"trace {seed}: a wait of {share:.2f} times its bound"
         worst = max(worst, share)
-    return worst
+        stats, config = trace.scheduler.stats(), trace.config
+        seen["preemptions"] += stats.preemptions
+        seen["cancelled"] += len(trace.cancelled)
+        seen["hit tokens"] += stats.prefix_hits_tokens
+        seen["traces with two steps in flight"] += config.max_in_flight == 2
+        seen["traces with mixed steps"] += config.mixed_chunk > 0
+    return worst, seen
 
 
 def test_ten_thousand_random_traces_wait_within_their_bound() -> None:
-    worst = run_traces(0, 10_000)
+    worst, seen = run_traces(0, 10_000)
+    print(f"worst wait {worst:.2f} of its bound; {dict(seen)}")
     assert worst > 0.2, "a bound that nothing comes near shows nothing"
+    assert all(seen[name] > 100 for name in ("preemptions", "cancelled", "hit tokens"))
+    assert all(seen[name] > 1000 for name in ("traces with two steps in flight", "traces with mixed steps"))
 
 
 @pytest.mark.parametrize("aging", [5, 50])

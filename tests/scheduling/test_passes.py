@@ -74,6 +74,13 @@ def test_packing_and_its_switches() -> None:
     assert choose_pass(burst, config(is_moe=False, pack_moe=False)).max_prompts == 64
 
 
+def test_packing_off_is_for_prefill_passes_and_a_mixed_step_has_its_own_number() -> None:
+    """What docs/settings.md says of PACK_PREFILL and MIXED_MAX_PROMPTS."""
+    assert choose_pass(load(), config(pack_prefill=False)).max_prompts == 8
+    assert choose_pass(load(), config(pack_prefill=False, mixed_max_prompts=1)).max_prompts == 1
+    assert choose_pass(load(decoding=False), config(pack_max_prompts=5)).max_prompts == 5
+
+
 def test_chunks_end_their_prompt_or_on_an_aligned_position() -> None:
     assert chunk_length(0, 100, 100, 64) == 100
     assert chunk_length(0, 101, 100, 64) == 64

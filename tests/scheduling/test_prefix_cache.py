@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from sparkinfer.scheduling.checkpoints import end_position, next_decode_position, prompt_positions
+from sparkinfer.scheduling.checkpoints import end_position, next_decode_position, prompt_positions, thinned
 from sparkinfer.scheduling.eviction import recompute_cost
 from sparkinfer.scheduling.sequence import NEVER
-from sparkinfer.scheduling.types import MoveKind, Request
+from sparkinfer.scheduling.types import MAX_PASS_CHECKPOINTS, MoveKind, Request
 from tests.scheduling.driver import Driver, family_tokens, small_config
 
 
@@ -82,7 +84,7 @@ def test_salts_and_opt_out_do_not_share() -> None:
     assert len(other.scheduler.cache.index) == 0
 
 
-def test_reset_drops_everything_that_no_request_holds() -> None:
+def test_reset_drops_everything() -> None:
     engine = driver()
     prompt = family_tokens(0)[:100]
     engine.run(prompt, 2)
@@ -90,14 +92,110 @@ def test_reset_drops_everything_that_no_request_holds() -> None:
     engine.step()
     engine.step()
     blocks, snapshots = engine.scheduler.reset_cache()
-    assert blocks == 5
-    assert snapshots >= 2
+    assert blocks == 5 + 5, "those of the request that runs are none of the cache's any more"
+    assert snapshots >= 3
     engine.check()
     engine.drain()
     assert engine.run(prompt, 2).num_cached == 0
     engine.scheduler.reset_cache()
     assert engine.scheduler.resources.blocks.num_used == 0
     assert engine.scheduler.stats().prefix_bytes == 0
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 5, 20])
+def test_a_request_that_runs_during_a_reset_publishes_nothing_afterwards(steps: int, in_flight: int) -> None:
+    """Neither what it had computed before, nor what it computes on top of that, prompt or answer."""
+    engine = driver(max_in_flight=in_flight, decode_checkpoint_interval=16, prefill_chunk=64, own_pass_tokens=64)
+    prompt = family_tokens(0)[:130]
+    request = engine.add(prompt, 60, stops=False)
+    for _ in range(steps):
+        engine.step()
+    engine.scheduler.reset_cache()
+    engine.check()
+    assert len(engine.scheduler.cache.index) == 0
+    engine.drain()
+    assert len(engine.scheduler.cache.index) == 0
+    assert engine.scheduler.cache.snapshots.num_used == 0
+    assert engine.run([*prompt, *request.output, 5], 2).num_cached == 0
+    assert engine.run([*prompt, *request.output, 5], 2).num_cached > 0
+
+
+def test_a_reset_while_a_step_restores_from_the_cache() -> None:
+    """The step keeps its snapshot until it commits; nobody finds it any more, and then it is free."""
+    engine = driver(max_in_flight=2)
+    prompt = family_tokens(0)[:100]
+    engine.run(prompt, 1)
+    warm = engine.add([*prompt, 7], 3, stops=False)
+    engine.launch()
+    assert engine.launched[-1].prefill[0].restore is not None
+    engine.scheduler.reset_cache()
+    engine.check()
+    assert engine.scheduler.cache.snapshots.num_used == 1 + len(engine.launched[-1].prefill[0].checkpoints)
+    assert engine.add([*prompt, 8], 3, stops=False)
+    engine.drain()
+    assert warm.num_cached == 80
+    assert engine.finished[-1].num_cached == 0
+
+
+def test_a_request_preempted_after_a_reset_begins_anew_and_publishes() -> None:
+    engine = driver()
+    request = engine.add(family_tokens(0)[:100], 40, stops=False)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.reset_cache()
+    engine.scheduler.roster.preempt(engine.scheduler.roster.by_id[request.id])
+    engine.launch()
+    assert engine.launched[-1].prefill[0].start == 0
+    engine.drain()
+    assert engine.run([*request.prompt, *request.output, 5], 2).num_cached > 100
+
+
+def test_a_pass_saves_no_more_checkpoints_than_the_runner_has_room_for() -> None:
+    engine = driver(
+        num_kv_blocks=2000, max_model_len=30_000, prefill_chunk=32_768, own_pass_tokens=2048, num_snapshots=400,
+        checkpoint_interval=64,
+    )  # fmt: skip
+    tokens = [number % 97 for number in range(20_000)]
+    engine.add(tokens, 1)
+    engine.launch()
+    positions = [c.position for c in engine.launched[-1].prefill[0].checkpoints]
+    assert len(positions) == MAX_PASS_CHECKPOINTS // 2
+    assert positions[-1] == end_position(20_000)
+    assert max(later - earlier for earlier, later in itertools.pairwise([0, *positions])) <= 192
+    engine.collect()
+    engine.drain()
+    assert engine.run(tokens, 1).num_cached == positions[-1]
+    packed = driver(num_kv_blocks=2000, max_model_len=1024, prefill_chunk=32_768, own_pass_tokens=2048, max_num_seqs=64,
+                    num_snapshots=1000, checkpoint_interval=16)  # fmt: skip
+    for number in range(32):
+        packed.add([number] * 500, 1)
+    packed.launch()
+    saved = [len(row.checkpoints) for row in packed.launched[-1].prefill]
+    assert len(saved) == 32
+    assert sum(saved) == MAX_PASS_CHECKPOINTS
+    packed.collect()
+    packed.drain()
+
+
+def test_thinned_positions_keep_the_last_one() -> None:
+    assert thinned([16, 32, 48, 64, 80], 5) == [16, 32, 48, 64, 80]
+    assert thinned([16, 32, 48, 64, 80], 2) == [32, 80]
+    assert thinned([16, 32, 48], 1) == [48]
+    assert thinned([16, 32, 48], 0) == []
+
+
+def test_a_refusal_holds_only_while_the_cache_is_the_same() -> None:
+    """The head waits for blocks; what the other one publishes makes it small enough."""
+    engine = driver(num_kv_blocks=24, max_model_len=256, prefill_chunk=512, own_pass_tokens=512, mixed_chunk=64,
+                    checkpoint_interval=0, decode_checkpoint_interval=0, watermark=0.0)  # fmt: skip
+    prompt = family_tokens(0)[:220]
+    engine.add(prompt, 30, stops=False)
+    second = engine.add([*prompt, 5], 2, stops=False)
+    for _ in range(2):
+        engine.step()
+    assert second.output, "it was refused once and fits as soon as the first one's prompt is in the cache"
+    engine.drain()
 
 
 def test_no_snapshots_no_cache() -> None:
@@ -125,7 +223,7 @@ def test_eviction_gives_up_the_cheapest_per_byte_first() -> None:
     engine.run(dear, 1)
     engine.run(cheap, 1)
     engine.run(new, 1)
-    assert engine.scheduler.stats().prefix_evictions == 1
+    assert engine.scheduler.stats().prefix_evictions == 2, "a snapshot, and the KV block that led to nothing else"
     assert engine.run(dear, 1).num_cached == 176, "older, but five times the work for the same bytes"
     assert engine.run(cheap, 1).num_cached == 0
 

@@ -6,7 +6,7 @@ import pytest
 
 from sparkinfer.engine.core import EngineCore
 from sparkinfer.errors import ConfigError, RequestError
-from sparkinfer.scheduling.config import SchedulerConfig, pool_entries
+from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.scheduler import Scheduler
 from sparkinfer.scheduling.types import FinishReason, Request, SamplingParams, StepPlan, StepResult
 
@@ -144,13 +144,6 @@ def test_preemption_lets_everybody_finish() -> None:
 def test_contradictions_are_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config(**changes).validate()
-
-
-def test_pool_sizes() -> None:
-    assert pool_entries("SPARKINFER_SNAPSHOT_POOL_MB", 4096, int(146.8 * 2**20)) == 27
-    assert pool_entries("SPARKINFER_SNAPSHOT_POOL_MB", 0, 1000) == 0
-    with pytest.raises(ConfigError, match=r"is 1 MB = 1048576 bytes, one entry takes 2000000 bytes\. .* at least 2"):
-        pool_entries("SPARKINFER_SNAPSHOT_POOL_MB", 1, 2_000_000)
 
 
 def test_requests_that_cannot_run_are_refused() -> None:

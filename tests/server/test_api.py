@@ -401,6 +401,9 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("text", {"prompt": "x", "n": 10**400}, "int", "n"),
     ("text", {"prompt": "x", "priority": 1 << 64}, "int", "priority"),
     ("text", {"prompt": "x", "priority": -(1 << 70)}, "int", "priority"),
+    ("text", {"prompt": "x", "priority": -(1 << 63)}, ">= -100", "priority"),
+    ("text", {"prompt": "x", "priority": -101}, ">= -100", "priority"),
+    ("chat", {"messages": MESSAGES, "priority": 101}, "<= 100", "priority"),
     ("text", {"prompt": ["x"] * 100_000, "n": 128}, "12800000 answers", None),
     ("chat", {"messages": MESSAGES, "echo": True}, "echo", "echo"),
     ("text", {"prompt": "x", "suffix": "y"}, "suffix", "suffix"),
@@ -417,6 +420,11 @@ def test_bad_bodies(server: Running, kind: str, body: dict[str, Any], words: str
     assert error["type"] == "invalid_request_error"
     assert words in error["message"]
     assert error["param"] == param
+
+
+@pytest.mark.parametrize("priority", [-100, 100])
+def test_the_utmost_priorities_are_taken(server: Running, priority: int) -> None:
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "priority": priority}).status_code == 200
 
 
 DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"

@@ -41,7 +41,16 @@ def test_other_variables_are_left_alone() -> None:
         ({"SPARKINFER_MAX_NUM_SEQS": "1.5"}, "whole number"),
         ({"SPARKINFER_REQUEST_TIMEOUT_S": "nan"}, "finite"),
         ({"SPARKINFER_LOG_LEVEL": "loud"}, "one of debug"),
-        ({"SPARKINFER_MIXED_CHUNK": "15"}, "below one KV block"),
+        ({"SPARKINFER_MIXED_CHUNK": "15"}, r"MIXED_CHUNK=15 is below 64 .* use 0 \(off\) or at least 64"),
+        ({"SPARKINFER_MIXED_CHUNK": "16"}, "SPARKINFER_MIXED_CHUNK=16 is below 64"),
+        ({"SPARKINFER_PREFILL_CHUNK": "16"}, "SPARKINFER_PREFILL_CHUNK: 16 is below the least value, 64"),
+        ({"SPARKINFER_CHECKPOINT_INTERVAL": "100"}, "SPARKINFER_CHECKPOINT_INTERVAL=100 .* use 96"),
+        ({"SPARKINFER_DECODE_CHECKPOINT_INTERVAL": "3"}, "DECODE_CHECKPOINT_INTERVAL=3 .* use 16"),
+        ({"SPARKINFER_STEPS_IN_FLIGHT": "3"}, "SPARKINFER_STEPS_IN_FLIGHT=3: at most 2"),
+        ({"SPARKINFER_DETERMINISTIC": "1", "SPARKINFER_MIXED_CHUNK": "1024"}, "MIXED_CHUNK=1024 asks for them"),
+        ({"SPARKINFER_PREFIX_CACHE": "0", "SPARKINFER_SNAPSHOT_POOL_MB": "4096"}, "leave one of the two out"),
+        ({"SPARKINFER_MIXED_MAX_PROMPTS": "100", "SPARKINFER_MAX_NUM_SEQS": "4"}, "lower it to at most 4"),
+        ({"SPARKINFER_WATERMARK": "0.5"}, "less than 0.5"),
         ({"SPARKINFER_THREADS": "1000000"}, "any host's CPUs"),
         ({"SPARKINFER_PREFIX_CACHE": "0", "SPARKINFER_PREFIX_CACHE_HOST_KV_MB": "9"}, "needs the prefix cache"),
         ({"SPARKINFER_MIXED_CHUNK": "0", "SPARKINFER_BACKLOG_CHUNK": "2048"}, "needs mixed steps"),
@@ -52,6 +61,20 @@ def test_other_variables_are_left_alone() -> None:
 def test_refusals(environ: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve(environ)
+
+
+def test_what_the_defaults_and_the_checks_allow() -> None:
+    resolve({"SPARKINFER_MAX_NUM_SEQS": "4"})
+    resolve({"SPARKINFER_DETERMINISTIC": "1", "SPARKINFER_MIXED_CHUNK": "0"})
+    resolve({"SPARKINFER_MIXED_CHUNK": "64", "SPARKINFER_PREFILL_CHUNK": "64", "SPARKINFER_CHECKPOINT_INTERVAL": "0"})
+    resolve({"SPARKINFER_MIXED_MAX_PROMPTS": "100", "SPARKINFER_MAX_NUM_SEQS": "100"})
+
+
+def test_a_secret_is_not_shown() -> None:
+    settings = resolve({"SPARKINFER_PREFIX_CACHE_SALT": "pepper"})
+    assert settings.prefix_cache_salt == "pepper"
+    assert settings.as_dict()["SPARKINFER_PREFIX_CACHE_SALT"] == "set"
+    assert Settings().as_dict()["SPARKINFER_PREFIX_CACHE_SALT"] == ""
 
 
 def test_help_names_every_setting() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,12 @@ from sparkinfer.engine.build import (
     require_host_memory,
     scheduler_config,
 )
+from sparkinfer.engine.build_gpu import gpu_limits
 from sparkinfer.engine.ipc import EngineOptions
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.models.config import ModelConfig, load_config
 from sparkinfer.runner.memory import MIB, MemoryPlan
+from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.settings import Settings
 
 
@@ -101,14 +103,17 @@ def test_scheduler_gets_every_policy(config: ModelConfig, model_dir: Path) -> No
     settings = Settings(
         mixed_chunk=128, backlog_chunk=256, mixed_max_prompts=3, own_pass_tokens=99, prefill_chunk=640,
         pack_prefill=False, pack_moe=False, aging_steps=5, checkpoint_interval=32, decode_checkpoint_interval=48,
-        kv_cache_mb=64, max_num_seqs=3,
+        kv_cache_mb=64, max_num_seqs=3, pack_max_prompts=5, prefill_passes_per_decode=2, watermark=0.25,
+        spec_load_limit=6, draft_tokens=4, branch_min_tokens=80, attention_cost_tokens=999,
     )  # fmt: skip
     plan = scheduler_config(
         settings, config, memory(3), plan_sizes(settings, config, memory(3), model_dir, "cpu"), "cpu"
     )
     for name in (
         "mixed_chunk", "backlog_chunk", "mixed_max_prompts", "own_pass_tokens", "prefill_chunk", "pack_prefill",
-        "pack_moe", "aging_steps", "checkpoint_interval", "decode_checkpoint_interval", "max_num_seqs",
+        "pack_moe", "aging_steps", "checkpoint_interval", "decode_checkpoint_interval", "max_num_seqs", "pack_max_prompts",
+        "prefill_passes_per_decode", "watermark", "spec_load_limit", "draft_tokens", "branch_min_tokens",
+        "attention_cost_tokens",
     ):  # fmt: skip
         assert getattr(plan, name) == getattr(settings, name)
     assert (plan.kv_block_bytes, plan.snapshot_bytes, plan.num_kv_blocks) == (MIB, 2 * MIB, 64)
@@ -131,7 +136,25 @@ def test_scheduler_gets_every_policy(config: ModelConfig, model_dir: Path) -> No
 )
 def test_budget_of_a_backlog(config: ModelConfig, settings: Settings, device: str, budget: int) -> None:
     assert backlog_chunk(settings, config, device) == budget
-    assert backlog_chunk(Settings(), replace(config, num_experts=4), "cpu") == 0, "a MoE mixes 4096 anyway"
+    assert backlog_chunk(Settings(), dataclasses.replace(config, num_experts=4), "cpu") == 0, "a MoE mixes 4096 anyway"
+
+
+def test_every_policy_of_the_scheduler_has_a_setting() -> None:
+    """What is left is counted from memory, comes with the model, or belongs to the kernels."""
+    names = {field.name for field in dataclasses.fields(SchedulerConfig)}
+    derived = {
+        "num_kv_blocks", "num_snapshots", "num_host_blocks", "kv_block_bytes", "snapshot_bytes", "is_moe",
+        "drafter_loaded", "chunk_align", "max_in_flight", "idle_check_interval_s",
+    }  # fmt: skip
+    assert names - derived == names & {field.name for field in dataclasses.fields(Settings)}
+
+
+def test_passes_of_a_gpu_have_room_for_what_is_set() -> None:
+    limits = gpu_limits(Settings(pack_max_prompts=7, mixed_max_prompts=9, max_num_seqs=12), 1024)
+    assert limits.shape_for(0, 100, 7).sequences == 7
+    assert limits.shape_for(1, 100, 9).sequences == 9
+    with pytest.raises(ValueError, match="7 prompts"):
+        limits.shape_for(0, 100, 8)
 
 
 def test_devices() -> None:

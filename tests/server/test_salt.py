@@ -1,0 +1,47 @@
+"""The server's own salt of the prefix cache precedes that of each request."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sparkinfer.engine.client import EngineClient
+from sparkinfer.engine.messages import EngineReady, EngineStats
+from sparkinfer.server.generation import prepare
+from sparkinfer.server.metrics import Metrics
+from sparkinfer.server.protocol import CompletionRequest
+from sparkinfer.server.state import ServerState
+from sparkinfer.server.tokenizer import ServerTokenizer
+from sparkinfer.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "salt"), [("", None, ""), ("", "tenant", "tenant"), ("pepper", None, "pepper"),
+                               ("pepper", "tenant", "peppertenant")],
+)  # fmt: skip
+def test_the_engine_gets_both_salts(tokenizer: ServerTokenizer, own: str, asked: str | None, salt: str) -> None:
+    async def made() -> str:
+        ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        limits = {"vocab_size": 1024, "max_model_len": 100, "max_num_seqs": 4}
+        ready.set_result(EngineReady({"limits": limits}, EngineStats()))
+        numbers = itertools.count()
+        client = SimpleNamespace(
+            ready=ready, died=asyncio.get_running_loop().create_future(), num_unfinished=0,
+            next_id=lambda: str(next(numbers)),
+        )  # fmt: skip
+        state = ServerState(
+            client=cast("EngineClient", client), settings=Settings(prefix_cache_salt=own), folder=Path(), model_name="m",
+            aliases=frozenset(), seeds=random.Random(0), metrics=Metrics(EngineStats), tokenizer=tokenizer,
+        )  # fmt: skip
+        body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 1, "cache_salt": asked}
+        (request,) = (await prepare(state, json.dumps(body).encode(), CompletionRequest, 0.0)).requests
+        return request.cache_salt
+
+    assert asyncio.run(made()) == salt
