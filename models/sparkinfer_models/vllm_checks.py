@@ -241,16 +241,37 @@ def _measure_accuracy(running: Running, options: argparse.Namespace) -> str:
     return f"{running.name}: {result.stdout.strip()}"
 
 
+def comparisons(options: argparse.Namespace, name: str) -> dict[str, list[str]]:
+    """File name of a record to arguments of `accuracy.py`, for what the server `name` said.
+
+    Paths are relative to the state folder: they stand in the record, where another machine's would say nothing.
+    """
+
+    def relative(path: Path) -> str:
+        return os.path.relpath(path.absolute(), options.state)
+
+    served, form = CHECKS[name].served, relative(checkpoint(options.state, name))
+    scores = f"scores:{relative(options.out / f'{name}.scores')}"
+    found = {
+        f"{served}-vllm-gpu.json": [form, scores],
+        f"vllm-gpu-{served}-transformers.json": [scores, f"transformers:{form},form=16bit,device={options.device}"],
+    }
+    return {file: [*engines, "--json", relative(options.out / file)] for file, engines in found.items()}
+
+
 def judge(options: argparse.Namespace) -> int:
-    """Compare what was recorded with transformers on the 16-bit form of the checkpoint. 0 all agree, 1 one differs."""
+    """Compare what was recorded: this engine on the same checkpoint with it, and it with transformers on the 16-bit form.
+
+    0 all agree, 1 one differs.
+    """
     worst = 0
     for name, check in CHECKS.items():
-        scores = options.out / f"{name}.scores"
-        if check.form and scores.exists():
-            engine = f"transformers:{checkpoint(options.state, name)},form=16bit,device={options.device}"
-            target = options.out / f"{check.served}-vllm.json"
-            command = [sys.executable, ACCURACY, f"scores:{scores}", engine, "--json", str(target)]
-            worst = max(worst, subprocess.run(command, check=False).returncode)
+        if not check.form or not (options.out / f"{name}.scores").exists():
+            continue
+        for file, arguments in comparisons(options, name).items():
+            print(f"{name}: {file}", flush=True)
+            command = [sys.executable, ACCURACY, *arguments]
+            worst = max(worst, subprocess.run(command, cwd=options.state, check=False).returncode)
     return worst
 
 
@@ -296,7 +317,7 @@ def parser() -> argparse.ArgumentParser:
         ("wait", "wait until all are up: 0 all are, 3 one is dead, 75 not yet"),
         ("measure", "measure those that are up"),
         ("stop", "end all servers"),
-        ("judge", "compare what was recorded with transformers on the 16-bit forms"),
+        ("judge", "compare what was recorded with this engine, and with transformers on the 16-bit forms"),
     ):
         found[name] = commands.add_parser(name, help=text)
         found[name].add_argument("--state", type=Path, required=True, help="folder that the commands share")
