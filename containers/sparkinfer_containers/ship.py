@@ -21,6 +21,7 @@ from sparkinfer.errors import EnvironmentProblem
 from sparkinfer_containers import loopback
 from sparkinfer_containers.errors import DigestProblem
 from sparkinfer_containers.image.daemon import Daemon, pull
+from sparkinfer_containers.image.folders import working
 from sparkinfer_containers.image.run import Container, command, unpack_image
 from sparkinfer_containers.image.runtimes import uses_daemon
 from sparkinfer_containers.image.start import start
@@ -87,7 +88,8 @@ def wait_until_ready(container: Container | Daemon, port: int, log: Path) -> Non
             if httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200:
                 return
         except httpx.TransportError:
-            time.sleep(0.1)
+            pass
+        time.sleep(0.1)
     raise EnvironmentProblem(f"the container's server did not get ready:\n{log.read_text(errors='replace')[-2000:]}")
 
 
@@ -132,14 +134,14 @@ def ship(
 ) -> dict[str, Any]:
     """Push, verify, pull, run and ask. Returns the record; raises the first problem.
 
-    `image` is a folder that `build` made and `attest` signed; `work` is made anew and keeps the registry's storage.
+    `image` is a folder that `build` made and `attest` signed; `work` is made anew (only an earlier call's is replaced)
+    and keeps the registry's storage.
     `evaluated` names the run whose evaluation has to be among the attestations. Without a model the image, whose device
     this host may lack, is only examined.
     """
     record: dict[str, Any] = json.loads((image / "image.json").read_text(encoding="utf-8"))
     layout, timings = Layout(image / "layout"), Timings()
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    working(work)
     with loopback.registry(work / "registry") as host:
         reference = Reference.parse(f"{host}/{record['name']}:{record['reference'].rsplit(':', 1)[1]}")
         with timings.step("push"):

@@ -87,6 +87,11 @@ BAD = {
     "device": [("dev/sda", tarfile.BLKTYPE, "")],
     "character device": [("dev/mem", tarfile.CHRTYPE, "")],
     "fifo": [("fifo", tarfile.FIFOTYPE, "")],
+    "file over a folder": [("d", tarfile.DIRTYPE, ""), ("d/x", tarfile.REGTYPE, ""), ("d", tarfile.REGTYPE, "")],
+    "link over an implied folder": [("d/x", tarfile.REGTYPE, ""), ("d", tarfile.SYMTYPE, "e")],
+    "folder over a file": [("d", tarfile.REGTYPE, ""), ("d", tarfile.DIRTYPE, "")],
+    "below a file": [("d", tarfile.REGTYPE, ""), ("d/x", tarfile.REGTYPE, "")],
+    "hard link to itself": [("f", tarfile.REGTYPE, ""), ("f", tarfile.LNKTYPE, "f")],
     "whiteout": [("etc/.wh.passwd", tarfile.REGTYPE, "")],
 }
 
@@ -149,3 +154,86 @@ def test_diff_ids_must_be_the_layers(
     code, outcome = attested.verify()
     assert code == 4
     assert "diff_ids" in outcome["problems"][0]["text"]
+
+
+def header(name: str) -> bytes:
+    """The header block of an empty file."""
+    return tarfile.TarInfo(name).tobuf()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (header("ok") + b"\1" * 512 + header("../evil") + bytes(1024), "malformed entry"),
+        (header("ok") + bytes(1024) + header("../evil") + bytes(1024), "bytes after the last one"),
+        (header("ok") + bytes(10240) + b"x", "bytes after the last one"),
+        (header("ok"), "cut short"),
+        (header("ok")[:300], "not a plain tar layer"),
+    ],
+)
+def test_layer_is_read_to_its_last_byte(tmp_path: Path, data: bytes, said: str) -> None:
+    (tmp_path / "x.tar").write_bytes(data)
+    with pytest.raises(DigestProblem, match=said):
+        check_layers([("x", tmp_path / "x.tar")])
+
+
+def test_layer_cut_short_inside_a_file(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        info = tarfile.TarInfo("big")
+        info.size = 5000
+        tar.addfile(info, io.BytesIO(bytes(5000)))
+    whole = (tmp_path / "x.tar").read_bytes()
+    for size in (700, 2048, 4096, 5632):
+        (tmp_path / "x.tar").write_bytes(whole[:size])
+        with pytest.raises(DigestProblem):
+            check_layers([("x", tmp_path / "x.tar")])
+
+
+@pytest.mark.parametrize("command", ["unpack", "pull"])
+def test_folder_with_other_files_is_left_alone(
+    attested: Any, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sparkinfer_containers import cli
+
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    # For `pull` a registry that does not answer: the folder is refused before anything is fetched.
+    source = str(attested.layout.path) if command == "unpack" else f"127.0.0.1:9/x@{attested.image.digest}"
+    assert cli.main([command, source, str(folder)]) == 2
+    assert "nothing in it was touched" in capsys.readouterr().err
+    (folder / "digest").write_text(attested.image.digest.replace("a", "b"))
+    assert cli.main([command, source, str(folder)]) == 2
+    assert (folder / "thesis.txt").read_text() == "years of work"
+    assert [path.name for path in tmp_path.glob(".home*")] == []
+
+
+def test_unpacked_image_makes_way_for_another(attested: Any, toy: Callable[..., Layout], tmp_path: Path) -> None:
+    from sparkinfer_containers import cli
+
+    other = toy(tmp_path / "other", text="other\n")
+    (tmp_path / "new").mkdir()
+    assert cli.main(["unpack", str(attested.layout.path), str(tmp_path / "new")]) == 0
+    assert cli.main(["unpack", str(other.path), str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "digest").read_text() == other.image().digest
+    assert (tmp_path / "new" / "root" / "srv" / "text").read_text() == "other\n"
+
+
+def test_working_folder_of_ship_is_not_a_users_folder(tmp_path: Path) -> None:
+    from sparkinfer_containers.errors import UsageProblem
+    from sparkinfer_containers.image.folders import working
+
+    folder = tmp_path / "work"
+    working(folder)
+    (folder / "registry").mkdir()
+    working(folder)
+    assert not (folder / "registry").exists()
+    (folder / "notes").write_text("x")
+    with pytest.raises(UsageProblem, match="nothing in it was touched"):
+        working(folder)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "registry").mkdir()
+    with pytest.raises(UsageProblem):
+        working(tmp_path / "plain")
+    assert (folder / "notes").exists()
+    assert (tmp_path / "plain" / "registry").exists()

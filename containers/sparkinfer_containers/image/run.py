@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparkinfer_containers.image.folders import DIGEST_FILE, replaced
 from sparkinfer_containers.image.tools import need
 from sparkinfer_containers.oci.layers import unpack
-from sparkinfer_containers.oci.model import CONFIG, MANIFEST_LIMIT, Descriptor, parse_object
-from sparkinfer_containers.verify.image import Source
+from sparkinfer_containers.verify.image import Source, image_parts
 
 SHARED = "/tmp/shared"
 """Where the `writable` folder of the host appears in the container."""
@@ -24,21 +23,19 @@ SHARED = "/tmp/shared"
 def unpack_image(source: Source, digest: str, target: Path) -> dict[str, Any]:
     """Unpack an image to `target/root` and write its config to `target/config.json`; returns the config.
 
-    Every blob is checked against its digest and every layer entry before anything is written. Reuses a complete
-    earlier unpacking of the same digest.
+    Every blob is checked against its digest and every layer entry before anything is written; the folder appears by
+    rename. Reuses a complete earlier unpacking of the same digest. Raises UsageProblem, before anything is fetched, for
+    a folder that holds something else than an unpacked image.
     """
-    marker = target / "digest"
-    if marker.is_file() and marker.read_text(encoding="ascii") == digest:
+    marker = target / DIGEST_FILE
+    if marker.is_file() and marker.read_bytes() == digest.encode():
         ready: dict[str, Any] = json.loads((target / "config.json").read_text(encoding="utf-8"))
         return ready
-    shutil.rmtree(target, ignore_errors=True)
-    manifest = parse_object(source.manifest(digest), digest)
-    described = Descriptor.from_json(manifest["config"], digest)
-    config = parse_object(source.read(Descriptor(CONFIG, described.digest, described.size), MANIFEST_LIMIT), "config")
-    layers = [Descriptor.from_json(item, digest) for item in manifest["layers"]]
-    unpack([(layer.digest, source.blob_file(layer)) for layer in layers], target / "root")
-    (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    marker.write_text(digest, encoding="ascii")
+    with replaced(target) as made:
+        config, layers = image_parts(source, digest)
+        unpack([(layer.digest, source.blob_file(layer)) for layer in layers], made / "root")
+        (made / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        (made / DIGEST_FILE).write_text(digest, encoding="ascii")
     return config
 
 

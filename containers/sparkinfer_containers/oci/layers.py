@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import stat
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from sparkinfer_containers.errors import DigestProblem
 
 BLOCK = 1 << 16
+END = 2 * tarfile.BLOCKSIZE
+"""Zero bytes that end a tar file, at least."""
 
 
 def write_layer(target: Path, root: Path, prefix: str, epoch: int) -> None:
@@ -56,6 +59,7 @@ class LayerCheck:
     def __init__(self) -> None:
         self._links: set[PurePosixPath] = set()
         self._files: set[PurePosixPath] = set()
+        self._folders: set[PurePosixPath] = {PurePosixPath()}
 
     def path(self, entry: tarfile.TarInfo, layer: str) -> PurePosixPath:
         """The entry's path inside the root. Raises DigestProblem for one that could reach outside."""
@@ -63,6 +67,11 @@ class LayerCheck:
         for parent in path.parents:
             if parent in self._links:
                 raise DigestProblem(f"{layer}: {entry.name} would be written through the symbolic link {parent}")
+            if parent in self._files:
+                raise DigestProblem(f"{layer}: {entry.name} lies below {parent}, which is a file")
+        if path in self._folders and not entry.isdir():
+            raise DigestProblem(f"{layer}: {entry.name} replaces a folder")
+        self._folders.update(path.parents)
         if path.name.startswith(".wh."):
             raise DigestProblem(f"{layer}: whiteout {entry.name}: this project's layers delete nothing")
         if entry.issym():
@@ -73,14 +82,17 @@ class LayerCheck:
             self._files.discard(path)
         elif entry.islnk():
             target_path = _inside(entry.linkname, layer, f"{entry.name} => {entry.linkname}")
-            if target_path not in self._files:
+            if target_path not in self._files or target_path == path:
                 raise DigestProblem(f"{layer}: hard link {entry.name} points to {entry.linkname}, not an earlier file")
+            self._links.discard(path)
+            self._files.add(path)
         elif entry.isreg():
             self._links.discard(path)
             self._files.add(path)
         elif entry.isdir():
-            if path in self._links:
-                raise DigestProblem(f"{layer}: folder {entry.name} replaces a symbolic link")
+            if path in self._links or path in self._files:
+                raise DigestProblem(f"{layer}: folder {entry.name} replaces a file or a symbolic link")
+            self._folders.add(path)
         else:
             raise DigestProblem(f"{layer}: {entry.name} is a device or another special file")
         return path
@@ -107,18 +119,38 @@ def check_layers(layers: Iterable[tuple[str, Path]]) -> int:
     """Check every entry of plain layers `(digest, file)`; the number of entries. Raises DigestProblem."""
     check, count = LayerCheck(), 0
     for digest, path in layers:
-        with _open(path, digest) as tar:
-            for entry in tar:
+        with _entries(path, digest) as (_, entries):
+            for entry in entries:
                 check.path(entry, digest)
                 count += 1
     return count
 
 
-def _open(path: Path, digest: str) -> tarfile.TarFile:
+@contextmanager
+def _entries(path: Path, digest: str) -> Iterator[tuple[tarfile.TarFile, Iterator[tarfile.TarInfo]]]:
+    """A plain layer and its entries, to the last byte. Raises DigestProblem for one that is cut short or malformed."""
     try:
-        return tarfile.open(path, "r:")
-    except tarfile.TarError as error:
+        with tarfile.open(path, "r:") as tar:
+            yield tar, _all_entries(tar, path, digest)
+    except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
         raise DigestProblem(f"{digest} is not a plain tar layer: {error}") from error
+
+
+def _all_entries(tar: tarfile.TarFile, path: Path, digest: str) -> Iterator[tarfile.TarInfo]:
+    """The entries; then all the rest of the file has to be zero.
+
+    tarfile ends at the first header that it cannot read, where other programs go on: what follows would be unchecked.
+    """
+    yield from tar
+    with path.open("rb") as handle:
+        handle.seek(tar.offset)
+        left = 0
+        while piece := handle.read(BLOCK):
+            if piece.count(0) != len(piece):
+                raise DigestProblem(f"{digest}: a malformed entry, or bytes after the last one, at byte {tar.offset}")
+            left += len(piece)
+    if left < END:
+        raise DigestProblem(f"{digest}: the layer is cut short: its end mark is missing")
 
 
 def unpack(layers: Iterable[tuple[str, Path]], target: Path) -> None:
@@ -128,8 +160,8 @@ def unpack(layers: Iterable[tuple[str, Path]], target: Path) -> None:
     check = LayerCheck()
     target.mkdir(parents=True)
     for digest, path in listed:
-        with _open(path, digest) as tar:
-            for entry in tar:
+        with _entries(path, digest) as (tar, entries):
+            for entry in entries:
                 _extract(tar, entry, target / check.path(entry, digest), target)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from sparkinfer_containers.errors import DigestProblem, SignatureProblem
 from sparkinfer_containers.oci.layers import check_layers
@@ -39,19 +39,32 @@ class Source(Protocol):
     def referrers(self, digest: str) -> Iterable[Descriptor]: ...
 
 
-def check_image(source: Source, digest: str) -> tuple[int, int]:
-    """Re-hash manifest, config and layers and check every layer entry; (layers, entries). Raises DigestProblem."""
+def image_parts(source: Source, digest: str) -> tuple[dict[str, Any], list[Descriptor]]:
+    """Config and layer descriptors of an image of this project's form. Raises DigestProblem for anything else."""
     manifest = parse_object(source.manifest(digest), f"manifest {digest}")
     if manifest.get("mediaType") != MANIFEST:
         raise DigestProblem(f"{digest} is a {manifest.get('mediaType')!r}, expected an image manifest")
     config_descriptor = Descriptor.from_json(manifest.get("config"), digest)
-    layers = [Descriptor.from_json(item, digest) for item in manifest.get("layers") or []]
+    layers = [Descriptor.from_json(item, digest) for item in _list(manifest, "layers", digest)]
     if config_descriptor.media_type != CONFIG or not layers or any(item.media_type != LAYER for item in layers):
         raise DigestProblem(f"{digest}: not an image of this project (config and plain tar layers expected)")
     config = parse_object(source.read(config_descriptor, MANIFEST_LIMIT), "image config")
     diff_ids = config.get("rootfs", {}).get("diff_ids") if isinstance(config.get("rootfs"), dict) else None
     if diff_ids != [item.digest for item in layers]:
         raise DigestProblem(f"{digest}: the config's diff_ids are not the layers' digests")
+    return config, layers
+
+
+def _list(manifest: dict[str, Any], name: str, where: str) -> list[Any]:
+    value = manifest.get(name)
+    if not isinstance(value, list):
+        raise DigestProblem(f"{where}: its manifest has no list of {name}")
+    return value
+
+
+def check_image(source: Source, digest: str) -> tuple[int, int]:
+    """Re-hash manifest, config and layers and check every layer entry; (layers, entries). Raises DigestProblem."""
+    _, layers = image_parts(source, digest)
     return len(layers), check_layers((item.digest, source.blob_file(item)) for item in layers)
 
 
@@ -66,7 +79,7 @@ def read_attestations(source: Source, digest: str, verifier: BundleVerifier) -> 
         if manifest.get("artifactType") != BUNDLE:
             continue
         subject = Descriptor.from_json(manifest.get("subject"), f"referrer {item.digest}")
-        layers = manifest.get("layers") or []
+        layers = _list(manifest, "layers", f"referrer {item.digest}")
         if subject.digest != digest or len(layers) != 1:
             raise SignatureProblem(f"referrer {item.digest} is about {subject.digest}, not {digest}")
         layer = Descriptor.from_json(layers[0], f"referrer {item.digest}")
