@@ -140,8 +140,8 @@ class Scheduler:
         )
 
     def reset_cache(self) -> tuple[int, int]:
-        """Empty the prefix cache; returns dropped (blocks, snapshots). Running requests go on, and enter nothing of what
-        they have computed."""
+        """Empty the prefix cache; returns dropped (blocks, snapshots). Running requests go on, and enter nothing of
+        what they have computed."""
         return self.resources.reset_cache(self.holders())
 
     # -- scheduling -------------------------------------------------------------------------------------------------

@@ -115,9 +115,7 @@ def test_vllm_55178_55894_states_after_random_chunks_equal_one_shot_prefill(chec
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
-def test_vllm_53787_trtllm_16976_rows_of_a_mixed_pass_go_to_their_own_kernels(
-    checkpoint, make_driver, prompt, name
-):
+def test_vllm_53787_trtllm_16976_rows_of_a_mixed_pass_go_to_their_own_kernels(checkpoint, make_driver, prompt, name):
     """The rows that decode go to the recurrent kernels and those of prompts to the chunked ones, in every layer."""
     folder, _ = checkpoint(name)
     driver = make_driver(folder)

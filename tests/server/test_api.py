@@ -300,16 +300,16 @@ def test_a_chat_of_three_turns_hits_its_own_answers(tmp_path: Path) -> None:
 
     The model is a trained one: text of a random one comes back from the tokenizer as other tokens.
     """
-    messages = [{"role": "user", "content": "Tell me a long story about a small dog and a big tree."}]
+    messages = [{"role": "user", "content": "Write a story about a little girl who finds a cat."}]
     counts = []
     flags = ["--port", "0", "--max-num-seqs", "1", "--max-model-len", "768", "--prefill-chunk", "256"]
     with start(["-m", "sparkinfer.cli", "serve", str(TRAINED), *flags], tmp_path / "log") as server:
-        for turn in range(3):
-            body = {"messages": messages, "max_tokens": 64, "temperature": 0}
+        for _ in range(3):
+            body = {"messages": messages, "max_tokens": 40, "temperature": 0}
             answer = server.post("/v1/chat/completions", body).json()
             usage = answer["usage"]
             counts.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
-            messages += [answer["choices"][0]["message"], {"role": "user", "content": f"And then? {turn}"}]
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "Please go on."}]
     for (asked, _), (_, cached) in itertools.pairwise(counts):
         assert cached > asked, counts
 
