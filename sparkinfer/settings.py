@@ -87,14 +87,14 @@ class Settings:
     )
     pack_moe: bool = _setting(
         True,
-        "Several prompts share one prefill pass on a MoE model too, whose experts get more rows each that way. Off: one "
-        "prompt per prefill pass there; a mixed step still carries `MIXED_MAX_PROMPTS`.",
+        "Several prompts share one prefill pass on a MoE model too, whose experts get more rows each that way. Off: "
+        "one prompt per prefill pass there; a mixed step still carries `MIXED_MAX_PROMPTS`.",
         where="scheduler",
     )
     pack_max_prompts: int = _setting(
         64,
-        "Prompts that one prefill pass carries. 64 of 128 tokens fill `PREFILL_CHUNK`; a GPU's captured passes have room "
-        "for this many, `MAX_NUM_SEQS` where that is less.",
+        "Prompts that one prefill pass carries. 64 of 128 tokens fill `PREFILL_CHUNK`; a GPU's captured passes have "
+        "room for this many, `MAX_NUM_SEQS` where that is less.",
         where="scheduler, GPU passes",
         low=1,
     )
@@ -108,8 +108,8 @@ class Settings:
     watermark: float = _setting(
         0.01,
         "Share of the KV blocks that admission leaves free while other requests run, for the next tokens of these. "
-        "Without it a request would be let in only to make a running one give way a few steps later; a hundredth is some "
-        "blocks for each request of a full engine, and hardly missed.",
+        "Without it a request would be let in only to make a running one give way a few steps later; a hundredth is "
+        "some blocks for each request of a full engine, and hardly missed.",
         where="scheduler",
         low=0,
     )
@@ -158,8 +158,9 @@ class Settings:
     )
     prefix_cache_salt: str = _setting(
         "",
-        "Text that precedes the `cache_salt` of every request in the hashes of cached prefixes, so that they cannot be "
-        "computed by who does not know it. `/v1/info` only says whether it is set. Empty: no salt but the requests' own.",
+        "Text that precedes the `cache_salt` of every request in the hashes of cached prefixes, so that they cannot "
+        "be computed by who does not know it. `/v1/info` only says whether it is set. Empty: no salt but the "
+        "requests' own.",
         where="server",
         secret=True,
     )
@@ -179,9 +180,9 @@ class Settings:
     )
     checkpoint_interval: int = _setting(
         4096,
-        "Distance in tokens of the extra checkpoints inside a long prompt; 0: none. Each costs one snapshot, of a large "
-        "model as much memory as the KV of some thousand tokens: closer ones would crowd out other prompts. A pass saves "
-        "at most 256, half of what is left for one prompt.",
+        "Distance in tokens of the extra checkpoints inside a long prompt; 0: none. Each costs one snapshot, of a "
+        "large model as much memory as the KV of some thousand tokens: closer ones would crowd out other prompts. A "
+        "pass saves at most 256, half of what is left for one prompt.",
         where="prefix cache",
         low=0,
     )
@@ -194,8 +195,8 @@ class Settings:
     )
     branch_min_tokens: int = _setting(
         64,
-        "Least distance in tokens of a checkpoint inside a prompt to its neighbours: a hit saves at least this much, one "
-        "chunk of the prefill kernels.",
+        "Least distance in tokens of a checkpoint inside a prompt to its neighbours: a hit saves at least this much, "
+        "one chunk of the prefill kernels.",
         where="prefix cache",
         low=0,
     )
@@ -249,8 +250,8 @@ class Settings:
     steps_in_flight: int | None = _setting(
         None,
         "Steps that may be under way at once. With 2 the host plans and launches the next step while one runs, and a "
-        "request that ends unforeseen (a stop token) has one row computed in vain. On a CPU a launch computes the step at "
-        "once, so 2 overlaps nothing there: it is for tests.",
+        "request that ends unforeseen (a stop token) has one row computed in vain. On a CPU a launch computes the "
+        "step at once, so 2 overlaps nothing there: it is for tests.",
         where="scheduler, engine process",
         low=1,
         auto="2 on a GPU, which runs beside the host; 1 on a CPU, where the step itself occupies the cores and the "
@@ -425,13 +426,13 @@ def _check_policies(settings: Settings) -> None:
             )
     if settings.steps_in_flight is not None and settings.steps_in_flight > 2:
         raise ConfigError(
-            f"SPARKINFER_STEPS_IN_FLIGHT={settings.steps_in_flight}: at most 2 steps can be under way, one that runs and "
-            "one that waits for it; use 1 or 2"
+            f"SPARKINFER_STEPS_IN_FLIGHT={settings.steps_in_flight}: at most 2 steps can be under way, one that runs "
+            "and one that waits for it; use 1 or 2"
         )
     if settings.watermark >= 0.5:
         raise ConfigError(
-            f"SPARKINFER_WATERMARK={settings.watermark:g} would leave half of the KV cache or more unused: use less than "
-            "0.5"
+            f"SPARKINFER_WATERMARK={settings.watermark:g} would leave half of the KV cache or more unused: use less "
+            "than 0.5"
         )
 
 

@@ -6,14 +6,14 @@ prefix cache and with a warm one. In float32 all tokens must be equal.
 
 In 16 bits a number's rounding depends on what it is computed together with, so every request asks for log-probabilities
 and these are compared up to where two answers part. How far they may move is measured, not assumed: further launches
-without mixing change everything else about the composition of the passes (where prompts are cut, how many of them
-share a pass, how many requests decode at once, the order of arrival). With q(x) the x-quantile of how far
+without mixing change everything else about the composition of the passes (where prompts are cut, how many requests
+decode at once, the order of arrival); no two prompts share a pass in them. With q(x) the x-quantile of how far
 log-probabilities move between the first launch without mixing and those, the same quantile with mixing may be at most
 2 q(x), for x = 0.99, 0.999 and 1 (the largest), and a greedy choice may only change between tokens less than 2 q(1)
 apart. The quantiles see a fault that reaches many tokens, the largest one a fault that reaches few; on a MoE model the
 latter is wide, since rounding may send a token to another expert.
 
-A trace of the steps shows that mixing happened in one launch and not in the others.
+A trace of the steps shows that mixing happened in one launch, tens of times, and not in the others.
 """
 
 from __future__ import annotations
@@ -63,6 +63,13 @@ COMMON = {"SPARKINFER_LOG_LEVEL": "warning", "SPARKINFER_PREFILL_CHUNK": "1024"}
 """Of all launches. The chats do not fit into one prefill pass, so that some wait while others decode, however they
 arrive."""
 OFF = {"SPARKINFER_MIXED_CHUNK": "0"}
+ALONE = {"SPARKINFER_PACK_PREFILL": "0", "SPARKINFER_PACK_MOE": "0"}
+"""Prompts are prefilled one by one, so that nothing a pack does wrong widens the limits."""
+ON_CHUNK = 256
+ON = {"SPARKINFER_MIXED_CHUNK": str(ON_CHUNK), "SPARKINFER_PREFILL_CHUNK": str(2 * ON_CHUNK)}
+"""Budgets that carry few chats at once, so that there are tens of mixed steps."""
+SHARED = 20
+"""Chats that take at least the system prompt from the cache."""
 TIMEOUT_S = 900.0
 
 
@@ -76,6 +83,20 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
+class Least:
+    """What a launch must have done to be the test it is named after: mixed steps, and tokens from the cache."""
+
+    mixed_steps: int
+    cached: int
+
+
+def least(context: int) -> Least:
+    """Half of the steps that the cold wave's prompts fill, and the system prompt for all chats but the first few."""
+    system, turns = turn_lengths(context)
+    return Least(max(1, (CHATS * system + sum(turns)) // (2 * ON_CHUNK)), SHARED * system)
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """A launch without mixing whose passes are composed in another way."""
 
@@ -86,10 +107,12 @@ class Calibration:
 
 
 CALIBRATIONS = (
-    Calibration("prompts cut every 192 tokens, opposite order", {"SPARKINFER_PREFILL_CHUNK": "192"}, True),
     Calibration(
-        "7 requests at once, prompts cut every 448 tokens",
-        {"SPARKINFER_MAX_NUM_SEQS": "7", "SPARKINFER_PREFILL_CHUNK": "448"},
+        "one by one, prompts cut every 192 tokens, opposite order", {**ALONE, "SPARKINFER_PREFILL_CHUNK": "192"}, True
+    ),
+    Calibration(
+        "one by one, 7 requests at once, prompts cut every 448 tokens",
+        {**ALONE, "SPARKINFER_MAX_NUM_SEQS": "7", "SPARKINFER_PREFILL_CHUNK": "448"},
         False,
     ),
 )
@@ -247,7 +270,7 @@ def _compare(one: Launched, other: Launched) -> list[list[Agreement]]:
     ]
 
 
-def rows_of(off: Launched, on: Launched, tolerance: Tolerance) -> list[CheckRow]:
+def rows_of(off: Launched, on: Launched, tolerance: Tolerance, wanted: Least) -> list[CheckRow]:
     """The rows: what differs by wave and kind, and whether the launches did what they are named after."""
     limit = tolerance.largest or EXACT_LOGPROBS
     rows = []
@@ -266,10 +289,12 @@ def rows_of(off: Launched, on: Launched, tolerance: Tolerance) -> list[CheckRow]
     for share, limit in zip(SHARES, tolerance.quantiles, strict=False):
         value = quantile(values, share)
         rows.append(CheckRow(f"{share:.1%} of {len(values)} logprob differences", value, limit, value <= limit))
-    rows.append(CheckRow("mixing on: mixed steps (at least)", on.mixed_steps, 1, on.mixed_steps >= 1))
+    steps = on.mixed_steps
+    rows.append(CheckRow("mixing on: mixed steps (at least)", steps, wanted.mixed_steps, steps >= wanted.mixed_steps))
     rows.append(CheckRow("mixing off: mixed steps", off.mixed_steps, 0, off.mixed_steps == 0))
     for name, one in (("on", on), ("off", off)):
-        rows.append(CheckRow(f"mixing {name}: cached tokens (at least)", one.cached, CHATS, one.cached >= CHATS))
+        enough = one.cached >= wanted.cached
+        rows.append(CheckRow(f"mixing {name}: cached tokens (at least)", one.cached, wanted.cached, enough))
     return rows
 
 
@@ -280,12 +305,13 @@ def check(options: argparse.Namespace) -> tuple[str, list[CheckRow]]:
     exact = dtype == "float32"
     bodies = chats(options.model, config, exact)
     off = launched(options, OFF, bodies, exact)
-    on = launched(options, {}, bodies, exact)
+    on = launched(options, ON, bodies, exact)
+    wanted = least(config.max_positions)
     if exact:
-        return dtype, rows_of(off, on, EXACT)
+        return dtype, rows_of(off, on, EXACT, wanted)
     others = [launched(options, OFF | each.settings, bodies, exact, each.reverse) for each in CALIBRATIONS]
     tolerance, rows = calibrated(off, others)
-    return dtype, [*rows, *rows_of(off, on, tolerance)]
+    return dtype, [*rows, *rows_of(off, on, tolerance, wanted)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -95,7 +95,7 @@ class Bench:
         rows = [self._row(request, place) for request, place in zip(requests, places, strict=True)]
         self.step += 1
         logits = self.runner.logits(StepPlan(self.step, rows)).cpu()
-        # The pass once more as the engine runs it, sampling and a captured graph included: from the same zero start, and
+        # The pass once more as the engine runs it, sampling and a captured graph included, from the same zero start:
         # what is compared are the checkpoints that it writes.
         with torch.inference_mode():
             caches.snapshot_state.fill_(UNWRITTEN)

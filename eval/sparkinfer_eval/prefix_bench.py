@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,13 @@ class Watched:
     def __init__(self, runner: ModelRunner | GpuRunner) -> None:
         self.runner = runner
         self.slots: dict[str, int] = {}
+        self.during: Callable[[StepPlan], None] | None = None
+        """Called while a plan is under way: scheduled, and not committed."""
 
     def _note(self, plan: StepPlan) -> None:
         self.slots.update((row.request.id, row.slot) for row in plan.rows)
+        if self.during is not None:
+            self.during(plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """As the runner's own."""

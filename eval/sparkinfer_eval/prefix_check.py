@@ -2,7 +2,8 @@
 
 Prompt lengths of 0, 1, 2, 15, 16 and 17 tokens beyond multiples of the KV block, up to several chunks, three warm
 replays each; prompts that end 0 to 17 tokens behind a checkpoint; a chat over three turns; requests cancelled in
-their prompt and in their answer; a crowd that is preempted, with one step and with two in flight. In float32 tokens
+their prompt and in their answer; cancelled, or the cache reset, while a row that decodes, a restore or a checkpoint is
+under way; a crowd that is preempted, with one step and with two in flight. In float32 tokens
 must be equal and states within 1e-4 of their largest value; in 16 bits tokens may part at a near-tie, judged by
 tolerances of log-probabilities and states that are calibrated on such prompts without any cache, cut into other chunks.
 """
@@ -10,13 +11,14 @@ tolerances of log-probabilities and states that are calibrated on such prompts w
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sparkinfer.scheduling.invariants import IntegrityError
-from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, SamplingParams
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, Row, SamplingParams, StepPlan
 
 from .agreement import compare, excused, worst
 from .check_program import CheckRow, NotApplicable, parser, run
@@ -26,6 +28,12 @@ from .prefix_bench import HOST_BLOCKS, Bench, Result, Session
 CHECK = "prefix_check"
 OFFSETS = (0, 1, 2, 15, 16, 17)
 BLOCKS = (0, 1, 4, 8, 19)
+EVENTS: dict[str, Callable[[Row], bool]] = {
+    "decode": lambda row: row.is_decode,
+    "restore": lambda row: row.restore is not None,
+    "checkpoint": lambda row: bool(row.checkpoints),
+}
+"""What a row of a step under way does."""
 OUTPUT = 8
 REPLAYS = 3
 LEAST_TOLERANCE = 2.0**-5
@@ -171,13 +179,57 @@ def check_cancelled(bench: Bench, judge: Judge) -> None:
     judge.agree("the twin of a cancelled one", [(bench.cold(prompt, sampling), session.results[other.id])])
 
 
+@dataclass
+class Interruption:
+    """Cancels a request, or resets the cache, once, while a plan with a row of it that `concerns` is under way."""
+
+    session: Session
+    victim: Request
+    concerns: Callable[[Row], bool]
+    cancels: bool
+    times: int = 0
+
+    def __call__(self, plan: StepPlan) -> None:
+        if self.times or not any(row.request is self.victim and self.concerns(row) for row in plan.rows):
+            return
+        self.times += 1
+        if self.cancels:
+            self.session.core.abort([self.victim.id])
+        else:
+            self.session.core.reset_cache()
+
+
+def check_in_flight(bench: Bench, judge: Judge) -> None:
+    """A request cancelled, or the cache reset, while a step decodes for it, restores its state or saves it."""
+    for number, (event, action, in_flight) in enumerate(itertools.product(EVENTS, ("cancel", "reset"), (1, 2))):
+        name = f"{action} during a {event}, {in_flight} in flight"
+        prompt, sampling = bench.tokens(100 + OFFSETS[number % len(OFFSETS)]), bench.sampling(30)
+        session = bench.session(max_in_flight=in_flight)
+        if event == "restore":
+            session.run([bench.request(prompt, sampling)])
+        victim, other = bench.request(prompt, sampling), bench.request(prompt[:70] + prompt[:9], sampling)
+        interruption = Interruption(session, victim, EVENTS[event], action == "cancel")
+        session.watched.during = interruption
+        session.core.add(victim)
+        session.core.add(other)
+        judge.books(name, session)
+        session.watched.during = None
+        judge.at_least(f"{name}: times", interruption.times, 1)
+        again = [(prompt, session.run([bench.request(prompt, sampling)])[0]) for _ in range(2)]
+        ran = [(other.prompt, session.results[other.id])]
+        if action == "reset":
+            ran.append((prompt, session.results[victim.id]))
+        judge.agree(name, [(bench.cold(given, sampling), result) for given, result in ran + again])
+        judge.at_least(f"{name}: cached afterwards", again[1][1].cached, 64)
+
+
 def crowd(bench: Bench) -> list[tuple[list[int], SamplingParams]]:
     """Ten requests with shared beginnings of several lengths, greedy and seeded."""
     stems = [bench.tokens(120) for _ in range(2)]
     load = []
     for number in range(10):
-        shared = stems[number % 2][: (40, 64, 96, 120)[number % 4]]
-        prompt = shared + bench.tokens((0, 1, 15, 30)[number // 2 % 4])
+        shared = stems[number % 2][: (40, 64, 96, 112)[number % 4]]
+        prompt = shared + bench.tokens(OFFSETS[number % len(OFFSETS)])
         load.append((prompt, bench.sampling((60, 20, 50)[number % 3], number)))
     return load
 
@@ -242,7 +294,7 @@ def check(options: argparse.Namespace) -> tuple[str, list[CheckRow]]:
         raise NotApplicable(f"the model's context of {bench.longest} tokens is too short: the cases need 288")
     exact = bench.runner.dtype_name == "float32"
     judge = Judge(bench.runner.dtype_name, None if exact else calibrate(bench))
-    for part in (check_lengths, check_tails, check_turns, check_cancelled, check_preempted):
+    for part in (check_lengths, check_tails, check_turns, check_cancelled, check_in_flight, check_preempted):
         part(bench, judge)
     return bench.runner.dtype_name, judge.rows
 

@@ -133,11 +133,15 @@ class Scheduler:
             snapshots_total=cache.snapshots.total,
             draft_tokens=self._speculation.num_drafts,
             accepted_tokens=self._speculation.num_accepted,
+            host_blocks_used=cache.host.num_used,
+            host_blocks_total=cache.host.total,
+            moves_to_host=cache.counters.moves_to_host,
+            moves_to_device=cache.counters.moves_to_device,
         )
 
     def reset_cache(self) -> tuple[int, int]:
-        """Empty the prefix cache; returns dropped (blocks, snapshots). Running requests go on, and enter nothing of what
-        they have computed."""
+        """Empty the prefix cache; returns dropped (blocks, snapshots). Running requests go on, and enter nothing of
+        what they have computed."""
         return self.resources.reset_cache(self.holders())
 
     # -- scheduling -------------------------------------------------------------------------------------------------

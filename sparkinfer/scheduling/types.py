@@ -404,3 +404,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     """Drafts verified."""
     accepted_tokens: int = 0
     """Of these, accepted."""
+    host_blocks_used: int = 0
+    host_blocks_total: int = 0
+    moves_to_host: int = 0
+    moves_to_device: int = 0

@@ -27,6 +27,8 @@ GAUGES = {
     "prefix_bytes": "Bytes that the prefix cache holds.",
     "snapshots_used": "Recurrent-state checkpoints held by the prefix cache.",
     "snapshots_total": "Recurrent-state checkpoints that fit in the pool.",
+    "host_blocks_used": "KV blocks in host memory.",
+    "host_blocks_total": "KV blocks that fit in host memory.",
 }
 COUNTERS = {
     "steps": "Forward passes.",
@@ -35,7 +37,9 @@ COUNTERS = {
     "preemptions": "Requests that gave up their memory to others and were resumed.",
     "prefix_queries_tokens": "Prompt tokens looked up in the prefix cache.",
     "prefix_hits_tokens": "Prompt tokens taken from the prefix cache.",
-    "prefix_evictions": "Prefix-cache entries dropped to make room.",
+    "prefix_evictions": "KV blocks and checkpoints of the prefix cache dropped to make room.",
+    "moves_to_host": "KV blocks moved to host memory.",
+    "moves_to_device": "KV blocks moved back from host memory.",
 }
 """Field of EngineStats to help text."""
 

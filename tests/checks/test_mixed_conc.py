@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from planted_server import FAULTS
 
 PLANTED = Path(__file__).with_name("planted_server.py")
+LEAST = mixed_conc.Least(mixed_steps=1, cached=24)
+"""Of launches that are made up."""
 TRAINED = Path(__file__).parents[2] / "models" / "spark-tiny-dense"
 
 
@@ -50,7 +52,7 @@ def test_mixing_changes_no_token(model, tmp_path, capsys):
     document = json.loads(out.read_text())
     assert (document["check"], document["dtype"], document["ok"]) == ("mixed_conc_check", "float32", True)
     rows = {row["name"]: row["value"] for row in document["rows"]}
-    assert rows["mixing on: mixed steps (at least)"] >= 1
+    assert rows["mixing on: mixed steps (at least)"] >= 9
     assert rows["mixing off: mixed steps"] == 0
     assert "warm logprobs: answers that differ of 8" in rows
 
@@ -96,8 +98,9 @@ def test_faults_of_mixed_steps_are_caught(model, unmixed, monkeypatch, dtype, fa
     if fault is not None:
         monkeypatch.setattr(launch, "COMMAND", (sys.executable, str(PLANTED), "serve"))
         monkeypatch.setenv("PLANTED_FAULT", fault)
-    on = mixed_conc.launched(options_for(of_dtype(model, dtype), dtype), {}, bodies, dtype == "float32")
-    rows = mixed_conc.rows_of(off, on, limits)
+    folder = of_dtype(model, dtype)
+    on = mixed_conc.launched(options_for(folder, dtype), mixed_conc.ON, bodies, dtype == "float32")
+    rows = mixed_conc.rows_of(off, on, limits, mixed_conc.least(load_config(folder).max_positions))
     differing = [row.name for row in rows if not row.ok]
     assert not any("mixed steps" in name or "cached tokens" in name for name in differing), differing
     assert bool(differing) == (fault is not None), "\n".join(
@@ -132,15 +135,15 @@ def test_many_small_shifts_are_seen_although_none_is_large():
     """A fault that moves every distribution a little is no rounding, whatever the largest difference may be."""
     limits = Tolerance(0.5, (0.05, 0.2))
     off, on = launched([{b"a": -0.5, b"b": -2.0}], [b"a"], 0), launched([{b"a": -0.6, b"b": -2.1}], [b"a"])
-    failed = [row.name for row in mixed_conc.rows_of(off, on, limits) if not row.ok]
+    failed = [row.name for row in mixed_conc.rows_of(off, on, limits, LEAST) if not row.ok]
     assert failed == ["99.0% of 96 logprob differences"]
 
 
 def test_near_ties_may_part_in_16_bits_only():
     off = launched([{b"a": -0.70, b"b": -0.71}], [b"a"], 0)
     on = launched([{b"a": -0.71, b"b": -0.70}], [b"b"])
-    assert all(row.ok for row in mixed_conc.rows_of(off, on, Tolerance(0.02, (0.02, 0.02))))
-    failed = [row.name for row in mixed_conc.rows_of(off, on, mixed_conc.EXACT) if not row.ok]
+    assert all(row.ok for row in mixed_conc.rows_of(off, on, Tolerance(0.02, (0.02, 0.02)), LEAST))
+    failed = [row.name for row in mixed_conc.rows_of(off, on, mixed_conc.EXACT, LEAST) if not row.ok]
     assert "cold greedy: answers that differ of 8" in failed
     assert "warm seeded: answers that differ of 8" in failed
     assert any("logprob" in name for name in failed)
@@ -148,9 +151,19 @@ def test_near_ties_may_part_in_16_bits_only():
 
 def test_launches_that_did_not_do_their_part_are_no_pass():
     same = launched([{b"a": -0.1}], [b"a"], 0)
-    assert [row.name for row in mixed_conc.rows_of(same, same, Tolerance(0.02, (0.02, 0.02))) if not row.ok] == [
+    assert [row.name for row in mixed_conc.rows_of(same, same, Tolerance(0.02, (0.02, 0.02)), LEAST) if not row.ok] == [
         "mixing on: mixed steps (at least)"
     ]
+
+
+def test_what_launches_must_have_done_follows_the_context():
+    assert mixed_conc.least(16384) == mixed_conc.Least(mixed_steps=22, cached=4000)
+    few = Launched([[Answer([b"a"], [{b"a": -0.1}])] * mixed_conc.CHATS] * 2, 21, 3999.0)
+    off = Launched(few.answers, 0, 4000.0)
+    failed = [row.name for row in mixed_conc.rows_of(off, few, mixed_conc.EXACT, mixed_conc.least(16384)) if not row.ok]
+    assert failed == ["mixing on: mixed steps (at least)", "mixing on: cached tokens (at least)"]
+    for calibration in mixed_conc.CALIBRATIONS:
+        assert calibration.settings["SPARKINFER_PACK_PREFILL"] == calibration.settings["SPARKINFER_PACK_MOE"] == "0"
 
 
 def test_turns_scale_to_the_context():

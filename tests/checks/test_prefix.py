@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 from sparkinfer_eval import prefix_check
 from sparkinfer_eval.agreement import Answer, compare, excused
 
+from sparkinfer.errors import SparkinferError
 from sparkinfer.runner import batch as runner_batch
 from sparkinfer.scheduling.prefix_cache import PrefixCache
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Checkpoint
@@ -102,6 +104,20 @@ def test_a_planted_fault_is_caught(models, monkeypatch, capsys, fault, dtype):
     assert any("answers that differ" in line or "logprobs" in line for line in lines)
     if fault is resumed_with_old_state:
         assert all("crowd" in line for line in lines)
+
+
+@pytest.mark.parametrize("fault", ["drop_snapshot", "unpin"])
+def test_books_of_interrupted_steps_are_checked(models, monkeypatch, fault):
+    """Snapshots of a step whose request was cancelled, or whose cache was reset, are never given back."""
+    bench = prefix_check.Bench(models / "dense", "cpu", "float32", 0)
+    right, wrong = prefix_check.Judge("float32"), prefix_check.Judge("float32")
+    prefix_check.check_in_flight(bench, right)
+    assert all(row.ok for row in right.rows), [row.name for row in right.rows if not row.ok]
+    assert sum("times" in row.name for row in right.rows) == 12
+    monkeypatch.setattr(PrefixCache, fault, lambda *_: None)
+    with contextlib.suppress(SparkinferError):
+        prefix_check.check_in_flight(bench, wrong)
+    assert any("books" in row.name for row in wrong.rows if not row.ok)
 
 
 def test_a_cache_that_never_hits_is_no_pass(models, monkeypatch, capsys):

@@ -5,6 +5,7 @@ docs/traps.md has the whole list and where each row is tested.
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -111,3 +112,35 @@ def test_vllm_55178_55894_states_after_random_chunks_equal_one_shot_prefill(chec
         for got, expected in zip(live(driver, request), live(fresh, whole), strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 * max(1.0, float(expected.abs().max())))
         assert request.output == whole.output
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_vllm_53787_trtllm_16976_rows_of_a_mixed_pass_go_to_their_own_kernels(checkpoint, make_driver, prompt, name):
+    """The rows that decode go to the recurrent kernels and those of prompts to the chunked ones, in every layer."""
+    folder, _ = checkpoint(name)
+    driver = make_driver(folder)
+    decoding = [driver.add(prompt(20 + number, number)) for number in range(3)]
+    driver.run([driver.row(request) for request in decoding])
+    fresh = [driver.add(prompt(length, length)) for length in (1, 17, 40)]
+    rows: dict[str, list[int]] = {}
+    kinds = {
+        "recurrent_gated_delta_rule": 3, "causal_conv1d_update": 3, "attention_decode": 3,
+        "chunk_gated_delta_rule": 58, "causal_conv1d_varlen": 58, "attention_prefill": 58,
+    }  # fmt: skip
+    ops, originals = driver.runner.ops, {kind: getattr(driver.runner.ops, kind) for kind in kinds}
+
+    def spy(kind, first, *rest):
+        rows.setdefault(kind, []).append(len(first))
+        return originals[kind](first, *rest)
+
+    try:
+        for kind in kinds:  # The table of kernels is frozen, and all layers share it.
+            object.__setattr__(ops, kind, functools.partial(spy, kind))
+        driver.run([driver.row(request) for request in [*decoding, *fresh]])
+    finally:
+        for kind, original in originals.items():
+            object.__setattr__(ops, kind, original)
+    config = driver.runner.config
+    for kind, count in kinds.items():
+        layers = config.num_full_layers if kind.startswith("attention") else config.num_linear_layers
+        assert rows[kind] == [count] * layers, kind

@@ -307,7 +307,7 @@ def test_mini_sglang_67_102_reuse_of_blocks_and_of_pinned_buffers_would_be_seen(
         check_no_reuse(earlier, later)
 
 
-def test_fresh_rows_do_not_see_an_old_state() -> None:
+def test_vllm_39064_fresh_rows_do_not_see_an_old_state() -> None:
     """A slot used before starts from zero: the row's start says so (vLLM #39064 as far as the scheduler goes)."""
     driver = roomy(max_num_seqs=1)
     driver.run(family_tokens(5)[:33], 3, stops=False)

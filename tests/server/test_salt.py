@@ -37,8 +37,9 @@ def test_the_engine_gets_both_salts(tokenizer: ServerTokenizer, own: str, asked:
             next_id=lambda: str(next(numbers)),
         )  # fmt: skip
         state = ServerState(
-            client=cast("EngineClient", client), settings=Settings(prefix_cache_salt=own), folder=Path(), model_name="m",
-            aliases=frozenset(), seeds=random.Random(0), metrics=Metrics(EngineStats), tokenizer=tokenizer,
+            client=cast("EngineClient", client), settings=Settings(prefix_cache_salt=own), folder=Path(),
+            model_name="m", aliases=frozenset(), seeds=random.Random(0), metrics=Metrics(EngineStats),
+            tokenizer=tokenizer,
         )  # fmt: skip
         body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 1, "cache_salt": asked}
         (request,) = (await prepare(state, json.dumps(body).encode(), CompletionRequest, 0.0)).requests
