@@ -43,8 +43,8 @@ def bench_config(requests: int, prompt: int, output: int) -> SchedulerConfig:
         max_num_seqs=requests,
         num_kv_blocks=requests * per_request * 5 // 4,
         max_model_len=prompt + output,
-        mixed_chunk=max(1024, -(-per_step // 64) * 64),
-        backlog_chunk=8192,  # The rule is asked in every step.
+        mixed_chunk=(mixed := max(1024, -(-per_step // 64) * 64)),
+        backlog_chunk=4096 if 2 * mixed < 4096 else 0,  # The engine's own defaults on a CPU.
         num_snapshots=64,
         snapshot_bytes=154_000_000,
         kv_block_bytes=1_048_576,
