@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sparkinfer.errors import ConfigError
-from sparkinfer.identity import model_digest
+from sparkinfer.identity import file_sha256
 from sparkinfer_models.checkpoint import load_network
 from sparkinfer_models.dataset import read_stream
 from sparkinfer_models.drafter import load_drafter
@@ -165,8 +165,8 @@ def measure(args: argparse.Namespace) -> None:
             "selector": not args.no_selector,
             "draft_sample_method": GREEDY if args.greedy_drafts else "shared noise",
             "prompts_sha256": prompts_digest(rows),
-            "model_digest": model_digest(args.target.resolve()),
-            "drafter_digest": model_digest(args.drafter.resolve()),
+            "target_sha256": file_sha256(args.target / "model.safetensors"),
+            "drafter_sha256": file_sha256(args.drafter / "model.safetensors"),
             "ignore_stop": args.ignore_stop,
             "device": device.type,
             "rows": results,

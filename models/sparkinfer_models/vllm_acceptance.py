@@ -145,7 +145,9 @@ def settled(server: Server) -> Counts:
         if now == last:
             return now
         if time.monotonic() > deadline:
-            raise EnvironmentProblem("the counters of /metrics do not come to rest: does something else use this server?")
+            raise EnvironmentProblem(
+                "the counters of /metrics do not come to rest: does something else use this server?"
+            )
         last = now
 
 

@@ -225,7 +225,9 @@ def test_a_quantised_form_is_recorded(
 
 
 def test_records_name_no_path_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = vllm_checks.parser().parse_args(["judge", "--state", str(tmp_path / "state"), "--out", str(tmp_path / "out")])
+    options = vllm_checks.parser().parse_args(
+        ["judge", "--state", str(tmp_path / "state"), "--out", str(tmp_path / "out")]
+    )
     found = vllm_checks.comparisons(options, "moe-nvfp4")
     assert found == {
         "spark-tiny-moe-nvfp4-vllm-gpu.json": [
