@@ -85,7 +85,7 @@ def _quantize_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         default=[],
         metavar="PATTERN=FORMAT",
         help="format of the layers a pattern means: nvfp4, fp8 or keep. A pattern is whole name components, each a "
-        "glob, found anywhere in the name: lm_head=nvfp4, layers.0=keep, self_attn=fp8, 'experts.*.down_proj=keep'. "
+        "glob, found anywhere in the name: lm_head=nvfp4, layers.0=keep, self_attn=fp8, 'layers.1?.mlp=keep'. "
         "The last that fits wins. Kept unless named: lm_head, in_proj_a, in_proj_b",
     )
     parser.add_argument(

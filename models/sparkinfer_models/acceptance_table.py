@@ -18,6 +18,8 @@ import numpy as np
 
 from sparkinfer.errors import ConfigError
 
+SHARED = ("tokens", "target", "drafter", "ignore_stop", "draft_sample_method", "prompts_sha256")
+"""What two measurements must have in common. A document without one of these cannot be compared: it says nothing."""
 LIMIT = 2.64
 """Standard errors. Six comparisons (two models, three temperatures) at a joint level of 5 %: Bonferroni."""
 
@@ -71,7 +73,10 @@ def read(path: Path) -> dict[str, Any]:
 def compare(args: argparse.Namespace) -> int:
     """Print a table; 1 when a difference is beyond the limit."""
     first, second = read(args.first), read(args.second)
-    for name in ("tokens", "target", "drafter"):
+    for name in SHARED:
+        for path, document in ((args.first, first), (args.second, second)):
+            if document.get(name) is None:
+                raise ConfigError(f"{path} does not say its {name}: measure it again")
         if first.get(name) != second.get(name):
             raise ConfigError(f"{name} is {first.get(name)!r} in one and {second.get(name)!r} in the other")
     rows = {row["temperature"]: row for row in second["rows"]}

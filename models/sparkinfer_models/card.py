@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import ConfigError
+from sparkinfer.identity import file_sha256
 from sparkinfer_models.config import ModelConfig
 from sparkinfer_models.curve import draw_curve
 from sparkinfer_models.drafter import DrafterConfig
@@ -25,6 +26,12 @@ def _read(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"{path} is missing: the card is written from it")
     return json.loads(path.read_text())
+
+
+def _check_weights(folder: Path, measured: dict[str, Any], key: str, file: str) -> None:
+    """Raises ConfigError when the figures are of other weights than the folder's."""
+    if measured.get(key) != file_sha256(folder / "model.safetensors"):
+        raise ConfigError(f"{folder / file} was not measured with the weights of {folder}: measure it again")
 
 
 def _recipe_lines(recipe: dict[str, Any]) -> str:
@@ -72,6 +79,7 @@ def language_model_card(folder: Path, corpus_file: Path, run: dict[str, str]) ->
     """README of a language model; `run` holds command, machine, software, date."""
     config, log = ModelConfig.from_hf(folder), _last_log(folder)
     evaluation, corpus = _read(folder / "evaluation.json"), _read(corpus_file)
+    _check_weights(folder, evaluation, "weights_sha256", "evaluation.json")
     train = corpus["streams"]["train"]
     mixture = (
         f"{config.num_experts} experts of {config.expert_size}, {config.experts_per_token} a token, shared expert of "
@@ -97,7 +105,8 @@ to be of other use, and what it says about software is often wrong.
 {config.max_positions} positions, of which windows up to 8192 were trained. BF16 safetensors; loads in transformers and vLLM as they are.
 
 ## Figures
-On {evaluation["device_name"]}, {evaluation["dtype"]}, whole streams in windows that do not overlap:
+On {evaluation["device_name"]}, {evaluation["dtype"]}, whole streams in windows that do not overlap; `model.safetensors` had the SHA-256
+`{evaluation["weights_sha256"]}`:
 
 {_scores(evaluation)}
 
@@ -107,7 +116,7 @@ The yardstick is an interpolated modified Kneser-Ney 5-gram over the same tokens
 
 ![training curve](training_curve.png)
 
-Samples (`temperature` 0.7) are in `samples.md`.
+Samples (`temperature` 0.7) are in `samples.md`, nothing chosen; some fall into a loop, repeating a phrase to their end.
 
 ## Data
 {train["tokens"]} tokens ({train["bytes"]} bytes; {kinds}; the rest word lists; and exchanges drawn from docstrings, functions and
@@ -134,6 +143,7 @@ def drafter_card(folder: Path, target: str, run: dict[str, str]) -> str:
     """README of a drafter; reads `acceptance.json`."""
     config, log = DrafterConfig.from_hf(folder), _last_log(folder)
     acceptance, recipe = _read(folder / "acceptance.json"), _read(folder / "recipe.json")
+    _check_weights(folder, acceptance, "drafter_sha256", "acceptance.json")
     rows = "\n".join(
         f"| {r['temperature']} | {r['mean']:.2f} ± {r['standard_error']:.2f} | {r['tokens_per_step']:.2f} "
         f"| {r['verifications']} | {r['identical']} of {r['compared']} |"

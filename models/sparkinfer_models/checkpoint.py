@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparkinfer.errors import CheckpointError
+from sparkinfer.errors import CheckpointError, ConfigError, EnvironmentProblem
 from sparkinfer_models.config import ModelConfig
 from sparkinfer_models.network import Network, parameter_shapes
 from sparkinfer_models.tokenizer import END_OF_TEXT_ID, IM_END_ID
@@ -22,6 +22,24 @@ def save_training(path: Path, state: dict[str, Any]) -> None:
     temporary = path.with_name(path.name + ".part")
     torch.save(state, temporary)
     temporary.rename(path)
+
+
+def training_device(name: str) -> torch.device:
+    """The device of that name. Raises ConfigError for a name that is none, EnvironmentProblem when it is absent."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentProblem(f"--device {name}: torch {torch.__version__} finds no CUDA device here; use cpu")
+    return device
+
+
+def check_unused(folder: Path) -> None:
+    """Raises ConfigError when an earlier run has written to the folder: its log and state would be mixed with this one's."""
+    for name in ("training.pt", "training_log.jsonl"):
+        if (folder / name).exists():
+            raise ConfigError(f"{folder} holds {name} of an earlier run: go on with --resume, or give another --out")
 
 
 def load_training(path: Path, device: torch.device) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from sparkinfer.errors import SparkinferError
+from sparkinfer.errors import ConfigError, SparkinferError
+from sparkinfer.identity import file_sha256, model_digest
 from sparkinfer_models.acceptance import add_measure, measure
-from sparkinfer_models.checkpoint import load_network
+from sparkinfer_models.checkpoint import check_unused, load_network, load_training, training_device
 from sparkinfer_models.dataset import read_stream
 from sparkinfer_models.drafter import DrafterConfig
 from sparkinfer_models.drafter_trainer import DrafterRecipe, DrafterTrainer, write_rollouts
@@ -43,19 +44,40 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         run.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default)
 
 
+def _recipe(args: argparse.Namespace, origin: dict[str, str], device: torch.device) -> DrafterRecipe:
+    """The recipe: the saved one of a run that goes on, as the texts follow from it.
+
+    Raises ConfigError when that run learned from another target or other data, or OUT is used and `--resume` is absent.
+    """
+    if not args.resume:
+        check_unused(args.out)
+        return DrafterRecipe(**{field.name: getattr(args, field.name) for field in fields(DrafterRecipe)})
+    saved = load_training(args.out / "training.pt", device)
+    for name, digest in origin.items():
+        if saved.get("origin", {}).get(name) != digest:
+            raise ConfigError(
+                f"--resume: {args.out} was begun with another --{name} than {getattr(args, name)}: give that one"
+            )
+    return DrafterRecipe(**saved["recipe"])
+
+
 def _run(args: argparse.Namespace) -> None:
-    device = torch.device(args.device)
+    device = training_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    origin = {
+        "target": model_digest(args.target.resolve()),
+        "data": file_sha256(args.data / "train.u16.xz"),
+    }
+    recipe = _recipe(args, origin, device)
     target = load_network(args.target, dtype, device, args.compile).requires_grad_(False)
     # Decoding has other shapes with every step: it runs uncompiled.
     writer = load_network(args.target, dtype, device).requires_grad_(False)
     ids = read_stream(args.data / "train.u16.xz")
     ids = ids[ids < target.config.vocab_size]
-    recipe = DrafterRecipe(**{field.name: getattr(args, field.name) for field in fields(DrafterRecipe)})
     texts = write_rollouts(writer, ids, recipe, device)
     c = target.config
     config = drafter_config(c.num_layers, c.hidden_size, c.vocab_size, c.max_positions)
-    trainer = DrafterTrainer(target, config, recipe, texts, args.out, device)
+    trainer = DrafterTrainer(target, config, recipe, texts, args.out, device, origin)
     if args.resume:
         trainer.resume()
     print(json.dumps({"parameters": sum(p.numel() for p in trainer.parameters), "texts": len(texts)}), flush=True)

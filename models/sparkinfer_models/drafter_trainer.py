@@ -96,7 +96,9 @@ class DrafterTrainer:
         texts: np.ndarray,
         folder: Path,
         device: torch.device,
+        origin: dict[str, str] | None = None,
     ) -> None:
+        """`origin`: digests of what the texts follow from beside the recipe, kept with the training state."""
         if not recipe.steps and not recipe.max_seconds:
             raise ConfigError("give --steps or --max-seconds: training has no end otherwise")
         self.target, self.recipe, self.folder, self.device = target, recipe, folder, device
@@ -108,7 +110,7 @@ class DrafterTrainer:
         self.optimizers = make_optimizers(
             dict(self.drafter.checkpoint()), recipe.muon_lr, recipe.adam_lr, device.type == "cuda"
         )
-        self.step_index = 0
+        self.step_index, self.origin = 0, origin or {}
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self) -> None:
@@ -119,6 +121,7 @@ class DrafterTrainer:
                 "weights": {name: value.detach() for name, value in self.drafter.checkpoint().items()},
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "recipe": asdict(self.recipe),
+                "origin": self.origin,
                 "step": self.step_index,
             },
         )

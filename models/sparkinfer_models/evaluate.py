@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from sparkinfer.identity import file_sha256
 from sparkinfer_models.checkpoint import load_network
 from sparkinfer_models.dataset import read_stream
 from sparkinfer_models.network import Network
@@ -76,6 +77,7 @@ def evaluate(
             rows.append(asdict(score(name, context, len(ids) - 1, loss, ratio[name], top1)))
     result: dict[str, object] = {
         "model": model.name,
+        "weights_sha256": file_sha256(model / "model.safetensors"),
         "parameters": sum(p.numel() for p in network.parameters()),
         "dtype": "float32",
         "device": device,

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparkinfer.errors import SparkinferError
+from sparkinfer.errors import ConfigError, SparkinferError
+from sparkinfer_models.checkpoint import check_unused, training_device
 from sparkinfer_models.config import MODELS, toy
 from sparkinfer_models.dataset import read_stream
 from sparkinfer_models.trainer import Recipe, Trainer
@@ -37,15 +38,19 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
+    for name in ("length", "batch", "long_length"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1")
+    device = training_device(args.device)
+    if not args.resume:
+        check_unused(args.out)
     config = MODELS[args.model]
     train, held = (read_stream(args.data / f"{name}.u16.xz") for name in ("train", "held_out"))
     if args.toy:
         config = replace(toy(config), max_positions=max(256, args.long_length))
         train, held = (np.minimum(ids, config.vocab_size - 1) for ids in (train, held))
     recipe = Recipe(**{field.name: getattr(args, field.name) for field in fields(Recipe)})
-    trainer = Trainer(
-        config, recipe, (train, held), args.out, torch.device(args.device), args.compile, args.cuda_graphs
-    )
+    trainer = Trainer(config, recipe, (train, held), args.out, device, args.compile, args.cuda_graphs)
     if args.resume:
         trainer.resume()
     parameters = sum(p.numel() for p in trainer.network.parameters())

@@ -23,11 +23,13 @@ from typing import Any
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
 from sparkinfer_models.acceptance_table import add_compare, compare
+from sparkinfer_models.measured import GREEDY, prompts_digest
 from sparkinfer_models.vllm_server import Server, causes, end_group, free_port, launch, server_command
 
 DRAFTS = 7
 TEMPERATURES = (0.0, 0.7, 1.0)
 SETTLE_S = 0.3
+"""The last step's counts reach /metrics a moment after its answer."""
 COUNTERS_S = 5.0
 START_S = 400.0
 MAX_MODEL_LEN = 512
@@ -130,9 +132,28 @@ def read_prompts(path: Path) -> list[list[int]]:
     return rows
 
 
+def settled(server: Server) -> Counts:
+    """The counters, once two readings are equal: earlier answers' counts may be on their way still.
+
+    Raises EnvironmentProblem when they do not come to rest.
+    """
+    deadline = time.monotonic() + COUNTERS_S
+    last = parse_counters(server.get("/metrics"))
+    while True:
+        time.sleep(SETTLE_S)
+        now = parse_counters(server.get("/metrics"))
+        if now == last:
+            return now
+        if time.monotonic() > deadline:
+            raise EnvironmentProblem(
+                "the counters of /metrics do not come to rest: does something else use this server?"
+            )
+        last = now
+
+
 def measure(server: Server, prompts: list[list[int]], tokens: int, temperature: float, at_once: int) -> dict[str, Any]:
     """Answer all prompts, `at_once` at a time. Raises EnvironmentProblem when answers and counters disagree."""
-    before = parse_counters(server.get("/metrics"))
+    before = settled(server)
     with ThreadPoolExecutor(at_once) as pool:
         first = server.complete(prompts[0], tokens, temperature, 0)
         if first.histogram is None:
@@ -143,7 +164,6 @@ def measure(server: Server, prompts: list[list[int]], tokens: int, temperature: 
     total = sum(part.verifications for part in parts), sum(part.accepted for part in parts)
     deadline = time.monotonic() + COUNTERS_S
     while True:
-        # The last step's counts reach /metrics a moment after its answer.
         counted = parse_counters(server.get("/metrics")).minus(before)
         if (counted.verifications, counted.accepted) == total:
             return summarise(temperature, len(prompts), "answer", parts)
@@ -159,14 +179,12 @@ def _by_groups(
     server: Server, prompts: list[list[int]], tokens: int, temperature: float, at_once: int
 ) -> dict[str, Any]:
     groups = []
-    time.sleep(SETTLE_S)
-    before = parse_counters(server.get("/metrics"))
+    before = settled(server)
     with ThreadPoolExecutor(at_once) as pool:
         for first in range(0, len(prompts), at_once):
             group = list(enumerate(prompts))[first : first + at_once]
             list(pool.map(lambda item: server.complete(item[1], tokens, temperature, item[0]), group))
-            time.sleep(SETTLE_S)
-            now = parse_counters(server.get("/metrics"))
+            now = settled(server)
             groups.append(now.minus(before))
             before = now
     return summarise(temperature, len(prompts), "group", groups)
@@ -206,6 +224,17 @@ def started(args: argparse.Namespace) -> Iterator[Server]:
         process.wait()
 
 
+def portable(command: Sequence[str]) -> list[str]:
+    """A command line without the paths of the machine it ran on: names of programs and folders stay."""
+
+    def short(part: str) -> str:
+        if part.startswith("{"):
+            return json.dumps({k: short(v) if isinstance(v, str) else v for k, v in json.loads(part).items()})
+        return Path(part).name if part.startswith("/") else part
+
+    return [short(part) for part in command]
+
+
 def document(
     server: Server, target: Path, drafter: Path, rows: list[dict[str, Any]], **facts: object
 ) -> dict[str, Any]:
@@ -242,8 +271,9 @@ def run(args: argparse.Namespace) -> None:
             rows.append(measure(server, prompts, args.tokens, temperature, args.at_once))
             print(json.dumps({key: value for key, value in rows[-1].items() if key != "sums"}), flush=True)
         if args.json:
-            method = "probabilistic" if args.probabilistic else "greedy"
-            facts = {"dtype": args.dtype, "drafts": args.drafts, "tokens": args.tokens, "draft_sample_method": method}
+            facts = {"dtype": args.dtype, "drafts": args.drafts, "tokens": args.tokens}
+            facts["draft_sample_method"] = "probabilistic" if args.probabilistic else GREEDY
+            facts["prompts_sha256"] = prompts_digest(prompts)
             write_document(args.json, document(server, args.target, args.drafter, rows, **facts))
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
+from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer_models import vllm_acceptance as acceptance
+from sparkinfer_models.measured import GREEDY, prompts_digest
 from sparkinfer_models.vllm_server import EAGER, Server, causes, end_group, free_port, launch, server_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +39,9 @@ NOT_YET = 75
 ONE_CONFIG = Path(__file__).parent / "one_config"
 VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "OMP_NUM_THREADS": "1"}
 """No compiler of FlashInfer's; and no threads that wait for one another by spinning beside the other servers' own."""
+COMPILER = "nvcc"
+"""Not to be found by servers with a drafter: where it is, vLLM ranks the drafter's logits with FlashInfer's top-k, which
+is compiled for minutes at the start; where it is not, with torch.topk."""
 ACCURACY = str(ROOT / "eval" / "accuracy.py")
 QUANTIZE = "import sys; from sparkinfer.cli import main; sys.exit(main(sys.argv[1:]))"
 
@@ -144,17 +151,49 @@ def write_running(state: Path, running: Sequence[Running]) -> None:
 
 
 def prepare(options: argparse.Namespace) -> int:
-    """Write the quantised forms that are not there yet: `sparkinfer quantize`."""
+    """Write the quantised forms that are not there yet, or were made otherwise: `sparkinfer quantize`."""
     for name in options.only:
         check, target = CHECKS[name], checkpoint(options.state, name)
-        if check.form is None or (target / "config.json").is_file():
+        if check.form is None:
             continue
+        made_from = {"source": model_digest((options.models / check.target).resolve()), "program": engine_digest()}
+        note = target.parent / f"{check.served}.made_from.json"
+        if (target / "config.json").is_file() and note.is_file() and json.loads(note.read_text()) == made_from:
+            continue
+        if target.exists():
+            # Of another model, or of another state of the quantizer: its figures would be those of something else.
+            print(f"{name}: {target} was not made from this model by this program: it is made anew", flush=True)
+            shutil.rmtree(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         arguments = ["quantize", str(options.models / check.target), str(target), "--format", check.form]
         result = subprocess.run([sys.executable, "-c", QUANTIZE, *arguments], check=False)
         if result.returncode:
             raise EnvironmentProblem(f"sparkinfer {' '.join(arguments)} ended with {result.returncode}")
+        note.write_text(json.dumps(made_from) + "\n")
     return 0
+
+
+def path_without(program: str, path: str) -> str:
+    """The folders of `path` that do not hold `program`.
+
+    Raises EnvironmentProblem when that takes the C compiler along, which Triton needs.
+    """
+    left = os.pathsep.join(folder for folder in path.split(os.pathsep) if shutil.which(program, path=folder) is None)
+    for needed in ("cc", "gcc"):
+        found = shutil.which(needed, path=path)
+        if found and not shutil.which(needed, path=left):
+            raise EnvironmentProblem(
+                f"{found} lies in the same folder of PATH as {program}, which vLLM must not find: give PATH a folder of"
+                f" links without {program} in its place"
+            )
+    return left
+
+
+def variables_of(check: Check) -> dict[str, str]:
+    """What a server's environment has besides this process's."""
+    if check.form:
+        return VARIABLES
+    return {**VARIABLES, "PATH": path_without(COMPILER, os.environ.get("PATH", os.defpath))}
 
 
 def start(options: argparse.Namespace) -> int:
@@ -170,7 +209,8 @@ def start(options: argparse.Namespace) -> int:
     for name in options.only:
         port = free_port()
         command = CHECKS[name].command(name, options, port)
-        process = launch(command, log_of(options.state, name), VARIABLES, os.pathsep.join((str(ONE_CONFIG), path)))
+        variables = variables_of(CHECKS[name])
+        process = launch(command, log_of(options.state, name), variables, os.pathsep.join((str(ONE_CONFIG), path)))
         running.append(Running(name, process.pid, _born(process.pid) or 0, port, time.time(), command))
         write_running(options.state, running)
         print(f"{name}: started, port {port}", flush=True)
@@ -216,8 +256,9 @@ def _measure_acceptance(running: Running, options: argparse.Namespace) -> str:
         begun = time.monotonic()
         row = acceptance.measure(running.server, prompts, TOKENS, temperature, AT_ONCE)
         rows.append(row)
-        facts = {"dtype": "bfloat16", "drafts": acceptance.DRAFTS, "tokens": TOKENS, "command": running.command}
-        facts["draft_sample_method"] = "greedy"
+        facts = {"dtype": "bfloat16", "drafts": acceptance.DRAFTS, "tokens": TOKENS}
+        facts |= {"draft_sample_method": GREEDY, "prompts_sha256": prompts_digest(prompts)}
+        facts["command"] = shlex.join(acceptance.portable(running.command))
         folder = options.models / f"{target}-dflash2"
         content = acceptance.document(running.server, options.models / target, folder, rows, **facts)
         acceptance.write_document(path, content)
@@ -276,7 +317,10 @@ def judge(options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Measure every server that is up, all at once. 0 when all were measured, 3 otherwise."""
+    """Measure every server that is up: acceptance first, as it is what no other machine can do, then the scores.
+
+    0 when all were measured, 3 otherwise.
+    """
     options.out.mkdir(parents=True, exist_ok=True)
     failed = 0
 
@@ -287,21 +331,23 @@ def measure(options: argparse.Namespace) -> int:
 
     servers = read_running(options.state)
     with ThreadPoolExecutor(len(servers)) as pool:
-        for name, future in [(server.name, pool.submit(one, server)) for server in servers]:
-            try:
-                print(future.result(), flush=True)
-            except (SparkinferError, subprocess.TimeoutExpired) as error:
-                print(f"{name}: not measured: {error}", file=sys.stderr, flush=True)
-                failed += 1
+        for scored in (False, True):
+            wave = [server for server in servers if bool(CHECKS[server.name].form) is scored]
+            for name, future in [(server.name, pool.submit(one, server)) for server in wave]:
+                try:
+                    print(future.result(), flush=True)
+                except (SparkinferError, subprocess.TimeoutExpired) as error:
+                    print(f"{name}: not measured: {error}", file=sys.stderr, flush=True)
+                    failed += 1
     return 3 if failed else 0
 
 
 def stop(options: argparse.Namespace) -> int:
-    """End all servers."""
-    for server in read_running(options.state):
-        # The leader of a group may be gone before its members.
-        if _born(server.pid) in (server.born, None):
-            end_group(server.pid)
+    """End all servers, at the same time: each may take its whole time."""
+    # The leader of a group may be gone before its members.
+    groups = [s.pid for s in read_running(options.state) if _born(s.pid) in (s.born, None)]
+    with ThreadPoolExecutor(max(1, len(groups))) as pool:
+        list(pool.map(end_group, groups))
     (options.state / SERVERS).unlink()
     return 0
 

@@ -125,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: give the folder of a `transformers` checkpoint") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} holds a {type(data).__name__}, expected a JSON object")
@@ -158,7 +158,7 @@ def parse_config(
     """
     architectures = data.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(f"{where}: `architectures` is {architectures!r}; supported: {', '.join(ARCHITECTURES)}")
     multimodal = name.endswith("ForConditionalGeneration")
     text = data.get("text_config") if multimodal else data

@@ -19,7 +19,7 @@ import torch
 from sparkinfer.errors import CheckpointError
 from sparkinfer.models.config import ModelConfig
 from sparkinfer.models.dummy import DummySource
-from sparkinfer.models.reader import Reader, load_order, make_reader
+from sparkinfer.models.reader import Reader, load_order, make_reader, unit_of
 from sparkinfer.models.safetensors_file import DTYPES, Entry, read_entries
 from sparkinfer.quantization import fp8, nvfp4
 from sparkinfer.quantization.fp8 import Fp8BlockParts
@@ -83,6 +83,7 @@ class SafetensorsSource:
         language = [entry for name, entry in self._entries.items() if not name.startswith(IGNORED_PREFIXES)]
         self._reader = reader or make_reader(sorted(language, key=load_order), torch.device(device))
         self._checks: list[tuple[str, torch.Tensor, SecondLook | None]] = []
+        self._unit = ""
 
     def stored(self, name: str) -> str:
         """The name under which a text-only checkpoint's tensor is stored here."""
@@ -160,9 +161,14 @@ class SafetensorsSource:
 
     def _logical(self, weight: str, shape: tuple[int, ...] | None, halved: bool = False) -> tuple[int, ...]:
         """The matrix's shape: as asked for, or as stored."""
+        stored = self._entry(weight).shape
+        if halved and len(shape if shape is not None else stored) != 2:
+            raise CheckpointError(
+                f"{self.folder}: tensor {weight} of shape {list(stored)} holds several NVFP4 matrices in one, as fused"
+                " experts do; only one tensor for each expert is supported: convert the checkpoint"
+            )
         if shape is not None:
             return shape
-        stored = self._entry(weight).shape
         if len(stored) < 2:
             raise CheckpointError(f"{self.folder}: tensor {weight} has shape {list(stored)}, expected a matrix")
         return (*stored[:-1], stored[-1] * 2) if halved else stored
@@ -229,7 +235,14 @@ class SafetensorsSource:
         self._check_later(stored, good, but_for_zeros)
 
     def _check_later(self, stored: str, good: torch.Tensor, second: SecondLook | None = None) -> None:
-        """Refuse the scales `stored` unless `good` or `second` says so; a device is asked for many answers at once."""
+        """Refuse the scales `stored` unless `good` or `second` says so; a device is asked for many answers at once.
+
+        A second look holds the layer's tensors: at the end of a layer all its checks are made, so that the device does
+        not keep the buffers of several.
+        """
+        if unit_of(stored) != self._unit:
+            self._check_now()
+            self._unit = unit_of(stored)
         self._checks.append((stored, good, second))
         if good.device.type == "cpu" or len(self._checks) >= CHECKS_AT_ONCE:
             self._check_now()

@@ -124,7 +124,7 @@ class StreamingReader:
         self._device, self._piece = device, piece
         self._units: dict[str, list[Entry]] = {}
         for entry in entries:
-            self._units.setdefault(_unit(entry.name), []).append(entry)
+            self._units.setdefault(unit_of(entry.name), []).append(entry)
         self._order = list(self._units)
         self._loading: dict[str, tuple[list[_Range], list[Future[None]]]] = {}
         self._pool = ThreadPoolExecutor(readers, thread_name_prefix="weights")
@@ -137,7 +137,7 @@ class StreamingReader:
 
     def read(self, entry: Entry) -> torch.Tensor:
         """See `Reader`."""
-        unit = _unit(entry.name)
+        unit = unit_of(entry.name)
         if unit not in self._loading:
             self._start(unit)
         ranges, futures = self._loading[unit]
@@ -216,7 +216,7 @@ def load_order(entry: Entry) -> tuple[int, str]:
     return int(found[1]) if found else -1, entry.name
 
 
-def _unit(name: str) -> str:
+def unit_of(name: str) -> str:
     """What is read together: a layer by its number, every other tensor by itself."""
     found = _LAYER.search(name)
     return found[1] if found else name

@@ -5,6 +5,7 @@ Format: https://huggingface.co/docs/safetensors (8 bytes of length, a JSON heade
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -101,18 +102,20 @@ def read_header(path: Path, names: Sequence[str] | None = None) -> dict[str, Ent
     Raises:
         CheckpointError: the file is truncated or malformed, or lacks one of `names`.
     """
-    size = path.stat().st_size
     wanted = names[0] if names else "any tensor"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file: {wanted} cannot be read")
+    size = path.stat().st_size
     with path.open("rb") as handle:
         prefix = handle.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if 8 + length > size:
             raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes): {wanted} cannot be read")
         try:
-            header = json.loads(handle.read(length))
+            header = json.loads(handle.read(length), object_pairs_hook=_unique)
             header.pop("__metadata__", None)
             entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} has a malformed safetensors header ({error}): {wanted} cannot be read"
             ) from error
@@ -124,10 +127,30 @@ def read_header(path: Path, names: Sequence[str] | None = None) -> dict[str, Ent
                 f"{path}: tensor {entry.name} has {entry.end - entry.start} bytes, but dtype {entry.dtype} and shape"
                 f" {list(entry.shape)} need {math.prod(entry.shape) * SIZES.get(entry.dtype, 1)}"
             )
+    _check_apart(path, entries)
     for name in names or ():
         if name not in entries:
             raise CheckpointError(f"{path}: tensor {name} is missing, but the index places it there")
     return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ. Raises ValueError otherwise: a reader would take one of two tensors."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in found if names.count(name) > 1)} is there twice")
+    return found
+
+
+def _check_apart(path: Path, entries: dict[str, Entry]) -> None:
+    """Raises CheckpointError when two tensors share bytes."""
+    ordered = sorted((entry for entry in entries.values() if entry.end > entry.start), key=lambda entry: entry.start)
+    for first, second in itertools.pairwise(ordered):
+        if second.start < first.end:
+            raise CheckpointError(
+                f"{path} has a malformed safetensors header: tensors {first.name} and {second.name} share bytes"
+            )
 
 
 def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> Entry:
@@ -211,8 +234,12 @@ class FileWriter:
         self.path, self.temporary = path, path.with_name(path.name + ".part")
         header, self.entries = layout(path, tensors)
         self._file = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.truncate(self._file, max((entry.end for entry in self.entries.values()), default=len(header)))
-        _write_all(self._file, header, 0)
+        try:
+            os.truncate(self._file, max((entry.end for entry in self.entries.values()), default=len(header)))
+            _write_all(self._file, header, 0)
+        except OSError:
+            self.abandon()
+            raise
 
     def write(self, name: str, data: memoryview | bytes, offset: int = 0) -> None:
         """Write bytes of a tensor, `offset` bytes into it."""

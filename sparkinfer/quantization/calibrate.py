@@ -7,8 +7,9 @@ become input scales; mean squares weigh the error of block scales, since a colum
 from __future__ import annotations
 
 import dataclasses
+import math
 import pydoc_data.topics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from sparkinfer_kernels.moe.reference import route, swiglu
 from sparkinfer_kernels.rotary.reference import rotary_table
 from tokenizers import Tokenizer
 
-from sparkinfer.errors import ConfigError
+from sparkinfer.errors import CheckpointError, ConfigError
 from sparkinfer.models.config import FULL, ModelConfig
 from sparkinfer.models.loader import SafetensorsSource
 from sparkinfer.models.qwen3_5 import (
@@ -81,8 +82,12 @@ def calibration_tokens(folder: Path, text: str, tokens: int) -> torch.Tensor:
 
     Raises:
         ConfigError: the text is shorter than one sequence.
+        CheckpointError: the folder has no tokenizer.
     """
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{file} does not exist: NVFP4 is calibrated on text, which needs the tokenizer")
+    ids = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
     available = len(ids) // SEQUENCE
     if available == 0:
         raise ConfigError(
@@ -215,6 +220,7 @@ def calibrate(
         norm = weights.norm1(f"{prefix}post_attention_layernorm.weight", config.hidden_size)
         x, residual = ops.add_rms_norm(x, residual, norm, config.rms_norm_eps)
         x = _mlp(config, weights, observer, f"{prefix}mlp.")(x)
+        check_finite({name: one for name, one in observer.found.items() if name.startswith(prefix)})
         observer.forget()
         if progress is not None:
             progress(number + 1, config.num_layers)
@@ -222,7 +228,18 @@ def calibrate(
     norm = weights.norm1("model.norm.weight", config.hidden_size)
     x, residual = ops.add_rms_norm(x, residual, norm, config.rms_norm_eps)
     observer.found["lm_head"] = InputStatistics(float(x.abs().max()), _mean_square(x))
+    check_finite(observer.found)
     return observer.found
+
+
+def check_finite(found: Mapping[str, InputStatistics]) -> None:
+    """Raises CheckpointError naming the first module whose inputs held NaN or infinity: its scales would, too."""
+    for module, one in found.items():
+        if not math.isfinite(one.amax) or not bool(torch.isfinite(one.mean_square).all()):
+            raise CheckpointError(
+                f"{module}: its inputs are NaN or infinite on the calibration text: the weights before it are damaged,"
+                " or too large for the checkpoint's dtype"
+            )
 
 
 def _watch(observer: _Observer, packed: PackedWeight, prefix: str, *names: str) -> None:

@@ -37,13 +37,18 @@ def listed(entry: str, module: str) -> bool:
 
 
 class NameList:
-    """A list of entries as `listed` reads them, prepared for tens of thousands of look-ups."""
+    """A list of entries as `listed` reads them, prepared for tens of thousands of look-ups.
+
+    Raises re.error for a regular expression that is none.
+    """
 
     def __init__(self, entries: Iterable[str]) -> None:
         self.entries = tuple(entries)
         self._plain: set[tuple[str, ...]] = set()
         self._others: list[str] = []
         for entry in self.entries:
+            if entry.startswith("re:"):
+                re.compile(entry[3:])
             name = entry[:-1] if entry.endswith("*") and not entry.endswith(".*") else entry
             if entry.startswith("re:") or any(mark in name for mark in "*?["):
                 self._others.append(entry)

@@ -7,8 +7,11 @@ killed run left is taken up again, down to the file.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +21,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparkinfer.errors import CheckpointError, ConfigError
+from sparkinfer import __version__
+from sparkinfer.errors import CheckpointError, ConfigError, EnvironmentProblem
+from sparkinfer.identity import file_digests, source_digest
 from sparkinfer.models.config import ModelConfig, load_config, read_json
 from sparkinfer.models.reader import load_order, read_bytes
 from sparkinfer.models.safetensors_file import (
@@ -54,6 +59,8 @@ COPIED = (
     *("chat_template*", "*processor_config.json", "LICENSE*"),
 )
 """Files beside the weights that the new folder needs too."""
+READ = ("config.json", "generation_config.json", "tokenizer.json")
+"""Files of the source, beside the weights, that decide what is written."""
 FLOATS = ("F32", "F16", "BF16")
 ELEMENTS = 1 << 22
 """Weights that are quantised at once."""
@@ -190,9 +197,34 @@ class Quantizer:
         """Calibrate, quantise, write.
 
         Raises:
-            CheckpointError: a weight holds NaN or infinity, or cannot be read.
-            ConfigError: the calibration text is too short.
+            CheckpointError: a weight or an input of a layer holds NaN or infinity, or a weight cannot be read.
+            ConfigError: the calibration text is too short, or another run writes to the target folder.
+            EnvironmentProblem: the target folder cannot be written, or the disk is full.
         """
+        try:
+            with self._alone():
+                return self._run()
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"{error.filename or self.target} cannot be written ({error.strerror or error}): make room or give"
+                " another folder; the same command goes on where this one ended"
+            ) from error
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Holds the target folder against a second run, for as long as this process lives. Raises ConfigError."""
+        self.target.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self.target, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another run writes to {self.target}: wait for it, or give another folder") from None
+            yield
+        finally:
+            os.close(folder)
+
+    def _run(self) -> Result:
         self._prepare_target()
         if any(choice is Format.NVFP4 for choice in self.choices.formats.values()):
             self._statistics = self._calibrate()
@@ -228,15 +260,21 @@ class Quantizer:
         for speed in ("device", "elements"):
             asked.pop(speed)
         text = hashlib.sha256(calibration_text(list(self.options.calibration)).encode()).hexdigest()
-        return {"source": headers.hexdigest(), "options": repr(asked), "calibration": text}
+        return {
+            "source": headers.hexdigest(),
+            "files": file_digests({n: self.source / n for n in READ if (self.source / n).is_file()}),
+            "options": repr(asked),
+            "calibration": text,
+            "program": f"{__version__} {source_digest()}",
+        }
 
     def _prepare_target(self) -> None:
         plan, identity = self.target / WORK / "plan.json", self._identity()
         if plan.exists():
             if read_json(plan) != identity:
                 raise ConfigError(
-                    f"{self.target} holds an unfinished run with other options, another source or another calibration"
-                    " text: take those, or remove the folder"
+                    f"{self.target} holds an unfinished run with other options, another source, another calibration"
+                    " text or another version of this program: take those, or remove the folder"
                 )
             return
         if self.target.exists() and any(self.target.iterdir()):

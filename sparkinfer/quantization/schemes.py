@@ -6,6 +6,7 @@ compressed-tensors (`nvfp4-pack-quantized`, and block FP8 as `float-quantized`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -129,17 +130,30 @@ def _names(data: Mapping[str, Any], keys: tuple[str, ...], where: str) -> list[s
     return []
 
 
+def _name_list(names: list[str], where: str) -> NameList:
+    """Raises CheckpointError for a regular expression that is none."""
+    try:
+        return NameList(names)
+    except re.error as error:
+        raise CheckpointError(
+            f"{where}: the list of modules holds {error.pattern!r}, no regular expression: {error}"
+        ) from error
+
+
 def _modelopt(data: dict[str, Any], where: str) -> Quantization:
     inner = data.get("quantization", data)
     if not isinstance(inner, dict):
         raise CheckpointError(f"{where}: `quantization` is {inner!r}, expected an object")
     algorithm = str(inner.get("quant_algo")).upper()
-    ignore = NameList(_names(inner, ("ignore", "exclude_modules"), where))
+    ignore = _name_list(_names(inner, ("ignore", "exclude_modules"), where), where)
     groups = inner.get("config_groups")
     groups = groups if isinstance(groups, dict) else {}
+    for key, group in groups.items():
+        if not isinstance(group, dict):
+            raise CheckpointError(f"{where}: config_groups.{key} is {group!r}, expected an object")
     _check_group_size(inner.get("group_size"), algorithm, where)
     for group in groups.values():
-        weights = group.get("weights") if isinstance(group, dict) else None
+        weights = group.get("weights")
         _check_group_size(weights.get("group_size") if isinstance(weights, dict) else None, algorithm, where)
     if algorithm == "MIXED_PRECISION":
         return _mixed(inner, ignore, where)
@@ -186,7 +200,7 @@ def _fp8(data: dict[str, Any], where: str) -> Quantization:
         )
     # No engine reads a quantised output matrix under this method, whether the list names it or not.
     names = ["lm_head", *_names(data, ("ignored_layers", "modules_to_not_convert"), where)]
-    return Quantization("fp8", [(None, FP8_BLOCK)], NameList(names))
+    return Quantization("fp8", [(None, FP8_BLOCK)], _name_list(names, where))
 
 
 def _compressed_tensors(data: dict[str, Any], where: str) -> Quantization:
@@ -200,10 +214,11 @@ def _compressed_tensors(data: dict[str, Any], where: str) -> Quantization:
             raise CheckpointError(f"{at} has no `weights`")
         targets = _names(group, ("targets",), at)
         scheme = _group_scheme(group, at)
-        rules.append((None if "Linear" in targets else NameList(targets), scheme))
+        rules.append((None if "Linear" in targets else _name_list(targets, at), scheme))
     # A list of names goes before the class of all linear layers.
     rules.sort(key=lambda rule: rule[0] is None)
-    return Quantization(f"compressed-tensors {data.get('format')}", rules, NameList(_names(data, ("ignore",), where)))
+    ignore = _name_list(_names(data, ("ignore",), where), where)
+    return Quantization(f"compressed-tensors {data.get('format')}", rules, ignore)
 
 
 def _group_scheme(group: dict[str, Any], at: str) -> Scheme:

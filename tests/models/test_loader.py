@@ -130,6 +130,22 @@ def test_config_defaults_of_published_checkpoints():
     assert not config.tie_word_embeddings
 
 
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a": ' + "1" * 5000 + "}"])
+def test_config_that_no_parser_takes(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("value", [[[]], [{}], [None]])
+def test_an_architecture_that_is_no_name(copy, value):
+    folder = copy()
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**data, "architectures": value}))
+    with pytest.raises(CheckpointError, match="`architectures` is"):
+        load_config(folder)
+
+
 def test_missing_or_malformed_config(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         load_config(tmp_path)

@@ -351,3 +351,59 @@ def test_tensors_are_read_where_the_file_does_not_align_them(tmp_path):
     for reader in (MappedReader(), StreamingReader(entries.values(), torch.device("cpu"))):
         assert reader.read(entries["b"]).tolist() == [1.5, -2.0]
         reader.close()
+
+
+def header_file(folder, text):
+    """A weight file with this header and 64 bytes of data."""
+    data = text.encode()
+    (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + bytes(64))
+
+
+def tensor(start, stop, shape="[16]"):
+    return f'{{"dtype":"F16","shape":{shape},"data_offsets":[{start},{stop}]}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 200_000, "malformed safetensors header"),
+        (f'{{"a":{tensor(0, 32, "[1e999]")}}}', "malformed safetensors header"),
+        (f'{{"a":{tensor(0, 32)},"a":{tensor(32, 64)}}}', "a is there twice"),
+        (f'{{"a":{tensor(0, 32)},"b":{tensor(16, 48)}}}', "tensors a and b share bytes"),
+    ],
+)
+def test_headers_that_mislead(tmp_path, text, message):
+    header_file(tmp_path, text)
+    with pytest.raises(CheckpointError, match=message):
+        read_entries(tmp_path)
+
+
+def test_a_folder_in_a_file_s_place(tmp_path):
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no file"):
+        read_entries(tmp_path)
+
+
+def test_fused_nvfp4_experts_are_refused_by_name(written, copy):
+    folder = copy("toy-moe", "nvfp4")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    edit(folder, lambda tensors: tensors.update({name: torch.zeros(16, 64, 64, dtype=torch.uint8)}))
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj of shape \[16, 64, 64\] holds several"):
+        opened(folder).quantised(name, (16, 64, 128))
+    with pytest.raises(CheckpointError, match="holds several"):
+        opened(folder).quantised(name)
+
+
+def test_checks_do_not_keep_layers_alive(written):
+    """On a device they are made together, but a second look holds the layer's tensors."""
+    source, held = opened(written()), []
+    source._check_now = lambda: source._checks.clear()
+
+    class Good:
+        device = torch.device("cuda")
+
+    for layer in range(6):
+        for part in ("q_proj", "k_proj"):
+            source._check_later(f"model.layers.{layer}.self_attn.{part}.weight_scale", Good(), lambda: True)
+            held.append({name.split(".")[2] for name, _, _ in source._checks})
+    assert held == [{str(layer)} for layer in range(6) for _ in range(2)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -16,10 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparkinfer.errors import CheckpointError, ConfigError
+from sparkinfer.errors import CheckpointError, ConfigError, EnvironmentProblem
+from sparkinfer.models import safetensors_file
 from sparkinfer.models.config import load_config
 from sparkinfer.models.loader import SafetensorsSource
 from sparkinfer.models.tensors import Role, language_tensors
+from sparkinfer.quantization import quantizer
 from sparkinfer.quantization.cli import parse_rule
 from sparkinfer.quantization.dequantise import dequantise_checkpoint
 from sparkinfer.quantization.quantizer import Options, Quantizer
@@ -245,6 +249,70 @@ def test_killed_run_is_taken_up_again(source, text, tmp_path):
     assert f"taken up again: {len(finished)} files" in done.stderr
     assert {name: (killed / name).stat().st_mtime_ns for name in finished} == finished
     assert digests(killed) == digests(whole)
+
+
+def test_one_run_at_a_time_in_a_folder(source, quantise, tmp_path):
+    (tmp_path / "q").mkdir()
+    folder = os.open(tmp_path / "q", os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match="another run writes to"):
+        quantise(source(), tmp_path / "q", "fp8")
+    os.close(folder)
+    quantise(source(), tmp_path / "q", "fp8")
+
+
+def test_a_folder_that_cannot_be_written(source, quantise, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem, match=r"file.* cannot be written \(Not a directory\)"):
+        quantise(source(), tmp_path / "file" / "q", "fp8")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_file, "_write_all", full)
+        with pytest.raises(EnvironmentProblem, match="No space left on device"):
+            quantise(source(), tmp_path / "q", "fp8")
+    assert not list((tmp_path / "q").glob("*.part"))
+    # The same command goes on once there is room.
+    quantise(source(), tmp_path / "q", "fp8")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_run_is_not_taken_up_with_another_model_s_files(source, text, tmp_path, name):
+    folder = tmp_path / "source"
+    shutil.copytree(source(), folder)
+    options = Options(format=Format.FP8)
+    Quantizer(folder, tmp_path / "q", options)._prepare_target()
+    (folder / name).write_text((folder / name).read_text() + "\n")
+    with pytest.raises(ConfigError, match="unfinished run with other options"):
+        Quantizer(folder, tmp_path / "q", options).run()
+
+
+def test_a_run_is_not_taken_up_by_another_program(source, tmp_path, monkeypatch):
+    Quantizer(source(), tmp_path / "q", Options(format=Format.FP8))._prepare_target()
+    monkeypatch.setattr(quantizer, "source_digest", lambda: "sha256:0")
+    with pytest.raises(ConfigError, match="another version of this program"):
+        Quantizer(source(), tmp_path / "q", Options(format=Format.FP8)).run()
+
+
+def test_inputs_that_are_not_finite_are_refused_by_module(source, quantise, tmp_path):
+    folder = tmp_path / "bad"
+    shutil.copytree(source(), folder)
+    tensors = all_tensors(folder)
+    tensors["model.layers.2.input_layernorm.weight"][3] = float("inf")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.linear_attn\.in_proj_qkv: its inputs are NaN"):
+        quantise(folder, tmp_path / "q")
+    assert not list((tmp_path / "q").glob(".quantize/calibration*"))
+
+
+def test_no_tokenizer(source, quantise, tmp_path):
+    folder = tmp_path / "bad"
+    shutil.copytree(source(), folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not exist"):
+        quantise(folder, tmp_path / "q")
 
 
 MEASURE = """

@@ -3,7 +3,8 @@
 It also has as much of the rest as `eval/accuracy.py` asks for, with answers that mean nothing. Each answer of n tokens
 counts as (n - 1) / 4 verifications of 7 drafts with three accepted. `FAKE_VLLM` set to `dead`
 makes it end at once with an error, `plain` leaves the counters out, `short` answers with one token too few, `mute` says
-nothing of an answer's own acceptance, `busy` counts a verification that belongs to no answer.
+nothing of an answer's own acceptance, `busy` counts a verification that belongs to no answer, `late` shows an answer's
+counts a moment after it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ import json
 import os
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock
+from threading import Lock, Timer
 from typing import Any
 
 NAME = sys.argv[sys.argv.index("--served-model-name") + 1]
 MODE = os.environ.get("FAKE_VLLM", "")
 LOCK = Lock()
+LATE_S = 0.15
 steps = 0
+
+
+def count(verifications: int) -> None:
+    """Add to the counters."""
+    global steps
+    with LOCK:
+        steps += verifications
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -35,7 +44,6 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(json.dumps({"version": "0.30.0"}))
 
     def do_POST(self) -> None:
-        global steps
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert isinstance(body["prompt"], list)
         if "prompt_logprobs" in body or "logprobs" in body:
@@ -43,8 +51,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         assert body["ignore_eos"]
         verifications = (body["max_tokens"] - 1) // 4
-        with LOCK:
-            steps += verifications + (MODE == "busy")
+        if MODE == "late":
+            Timer(LATE_S, count, [verifications]).start()
+        else:
+            count(verifications + (MODE == "busy"))
         answer: dict[str, object] = {"usage": {"completion_tokens": body["max_tokens"] - (MODE == "short")}}
         if MODE != "mute":
             answer["metrics"] = {"speculative_decoding": {"acceptance_histogram": [0, 0, 0, verifications, 0, 0, 0, 0]}}
@@ -61,10 +71,10 @@ class Handler(BaseHTTPRequestHandler):
 
 def scored(body: dict[str, Any]) -> dict[str, object]:
     """Every token has the same log-probability."""
-    count = body["max_tokens"]
+    length = body["max_tokens"]
     rows = [None, *({str(token): {"logprob": -1.0}} for token in body["prompt"][1:])]
-    top = [{"token_id:7": -0.5} for _ in range(count)]
-    return {"prompt_logprobs": rows, "logprobs": {"tokens": ["token_id:7"] * count, "top_logprobs": top}}
+    top = [{"token_id:7": -0.5} for _ in range(length)]
+    return {"prompt_logprobs": rows, "logprobs": {"tokens": ["token_id:7"] * length, "top_logprobs": top}}
 
 
 def metrics() -> str:

@@ -66,6 +66,10 @@ def test_evaluate_and_card(trained: Path, toy_data: Path, tmp_path: Path, capsys
     card = (trained / "README.md").read_text()
     assert f"{row['perplexity']:.2f}" in card
     assert "| pkg | 1.2 | PyPI | MIT | 54 |" in card
+    assert result["weights_sha256"] in card
+    (trained / "evaluation.json").write_text(json.dumps({**result, "weights_sha256": "0"}))
+    assert main(["card", str(trained), "--data", str(toy_data), *described]) == 2
+    assert "was not measured with the weights" in capsys.readouterr().err
     assert (trained / "training_curve.png").stat().st_size > 1000
     (trained / "evaluation.json").unlink()
     assert main(["card", str(trained), "--data", str(toy_data), *described]) == 2

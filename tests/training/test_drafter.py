@@ -144,7 +144,9 @@ def test_greedy_rollouts_are_the_targets_greedy_answers() -> None:
     assert torch.equal(greedy[0, 19:], texts[0, 20:])
 
 
-def test_drafter_trains_and_resumes_bit_for_bit(toy_data: Path, tmp_path: Path) -> None:
+def test_drafter_trains_and_resumes_bit_for_bit(
+    toy_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = Network(toy(MODELS["dense"]))
     initialise(target, 1)
     save_model(target, tmp_path / "target")
@@ -174,12 +176,18 @@ def test_drafter_trains_and_resumes_bit_for_bit(toy_data: Path, tmp_path: Path) 
 
     assert run("whole") == 0
     assert run("parts", "--stop-at", "3") == 0
-    assert run("parts", "--resume") == 0
+    # The texts follow from the recipe that was saved, not from this command line.
+    assert run("parts", "--resume", "--seed", "5", "--rollout-batch", "4") == 0
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     for name, tensor in whole.items():
         assert torch.equal(tensor, resumed[name]), name
     log = [json.loads(line) for line in (tmp_path / "whole" / "training_log.jsonl").read_text().splitlines()]
     assert log[-1]["loss"] < log[0]["loss"]
+    assert run("whole") == 2
+    initialise(target, 2)
+    save_model(target, tmp_path / "target")
+    assert run("parts", "--resume") == 2
+    assert "was begun with another --target" in capsys.readouterr().err
 
 
 def test_config_round_trip_and_refusal(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
+from sparkinfer.identity import file_sha256
+
 MODELS = Path(__file__).resolve().parents[2] / "models"
 TARGETS = ("spark-tiny-dense", "spark-tiny-moe")
 ALL = (*TARGETS, *(f"{name}-dflash2" for name in TARGETS))
@@ -35,6 +37,16 @@ def test_weights_are_finite_bf16_and_the_card_is_there(name: str) -> None:
     assert (folder / "README.md").is_file()
     log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
     assert log[-1]["step"] == log[-1]["planned_steps"]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_figures_are_of_these_weights(name: str) -> None:
+    """A model trained anew needs its figures measured anew."""
+    digests = {n: file_sha256(MODELS / n / "model.safetensors") for n in (name, f"{name}-dflash2")}
+    # evaluation.json itself is part of the model's digest, which reports of earlier runs name: the card says it.
+    acceptance = json.loads((MODELS / f"{name}-dflash2" / "acceptance.json").read_text())
+    assert digests[name] in (MODELS / name / "README.md").read_text()
+    assert (acceptance["target_sha256"], acceptance["drafter_sha256"]) == tuple(digests.values())
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -58,6 +58,19 @@ def test_bad_input_is_refused(toy_data: Path, tmp_path: Path, capsys: pytest.Cap
     assert _run(toy_data, tmp_path / "out", "dense", "--cuda-graphs") == 2
     assert _run(toy_data, tmp_path / "out", "dense", "--long-length", "40000", "--long-share", "1") == 2
     assert "too few" in capsys.readouterr().err
+    assert _run(toy_data, tmp_path / "out", "dense", "--long-length", "0") == 2
+    assert "--long-length 0: give at least 1" in capsys.readouterr().err
+    (tmp_path / "out" / "training_log.jsonl").write_text("{}")
+    assert _run(toy_data, tmp_path / "out", "dense") == 2
+    assert "of an earlier run: go on with --resume" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there(toy_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(toy_data, tmp_path, "dense", "--device", "cudo") == 2
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert _run(toy_data, tmp_path, "dense", "--device", "cuda") == 3
+    assert "finds no CUDA device" in capsys.readouterr().err
 
 
 def test_stream_round_trip(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +52,7 @@ def arguments(tmp_path: Path, python: Path, prompts: Path) -> list[str]:
     return ["run", *(str(item) for name, value in options.items() for item in (f"--{name}", value))]
 
 
-@pytest.mark.parametrize(("mode", "unit", "parts"), [("", "answer", 6), ("mute", "group", 3)])
+@pytest.mark.parametrize(("mode", "unit", "parts"), [("", "answer", 6), ("mute", "group", 3), ("late", "answer", 6)])
 def test_a_run_reads_answers_and_counters(
     arguments: list[str],
     tmp_path: Path,
@@ -151,11 +154,15 @@ def test_what_prompts_contribute_to_both_cancels() -> None:
     assert alone.error > 1
 
 
+SAME = {"target": "T", "drafter": "D", "tokens": 9, "ignore_stop": True, "draft_sample_method": "greedy",
+        "prompts_sha256": "0"}  # fmt: skip
+
+
 def test_measurements_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sums = [[10, 10], [60, 10], [20, 10], [50, 11]]
     rows = {"first": sums, "same": [[11, 10], [58, 10], [20, 10], [51, 11]], "worse": [[a - 8, b] for a, b in sums]}
     for name, values in rows.items():
-        document = {"engine": name, "target": "T", "drafter": "D", "tokens": 9, "rows": [row(0.7, values)]}
+        document = {**SAME, "engine": name, "rows": [row(0.7, values)]}
         (tmp_path / name).write_text(json.dumps(document))
     first, same, worse = (str(tmp_path / name) for name in rows)
     assert main(["compare", first, same]) == 0
@@ -164,8 +171,23 @@ def test_measurements_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "same").write_text(json.dumps({**document, "tokens": 10}))
     assert main(["compare", first, same]) == 2
     assert "tokens is 9 in one and 10" in capsys.readouterr().err
+    for name in SAME:
+        (tmp_path / "same").write_text(json.dumps({**document, name: "another"}))
+        assert main(["compare", first, same]) == 2
+        assert f"{name} is " in capsys.readouterr().err
+        (tmp_path / "same").write_text(json.dumps({key: value for key, value in document.items() if key != name}))
+        assert main(["compare", first, same]) == 2
+        assert f"does not say its {name}" in capsys.readouterr().err
     (tmp_path / "same").write_text("{}")
     assert main(["compare", first, same]) == 2
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_kept_references_can_be_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ROOT / "reports" / "acceptance"
+    files = [str(folder / f"{name}-reference-{dtype}.json") for dtype in ("bfloat16", "float32")]
+    assert main(["compare", *files]) == 0
+    assert capsys.readouterr().out.count("| yes |") == 3
 
 
 def test_a_quantised_form_is_recorded(
@@ -173,9 +195,18 @@ def test_a_quantised_form_is_recorded(
 ) -> None:
     state, out = ["--state", str(tmp_path / "state")], tmp_path / "out"
     only = ["--only", "dense-fp8"]
+    stale = tmp_path / "state" / "checkpoints" / "spark-tiny-dense-fp8"
+    stale.mkdir(parents=True)
+    (stale / "other.txt").touch()
     assert vllm_checks.main(["start", *state, *only, "--python", str(python)]) == 2
     assert "run `prepare` first" in capsys.readouterr().err
+    (stale / "config.json").write_text("{}")
     assert vllm_checks.main(["prepare", *state, *only]) == 0
+    assert "is made anew" in capsys.readouterr().out
+    assert not (stale / "other.txt").exists()
+    made = (stale / "config.json").stat().st_mtime_ns
+    assert vllm_checks.main(["prepare", *state, *only]) == 0
+    assert (stale / "config.json").stat().st_mtime_ns == made
     assert vllm_checks.main(["start", *state, *only, "--python", str(python)]) == 0
     try:
         assert vllm_checks.main(["wait", *state, "30"]) == 0
@@ -191,6 +222,46 @@ def test_a_quantised_form_is_recorded(
     assert len(scores.windows) == len(task.windows)
     assert scores.engine["model"] == "spark-tiny-dense-fp8"
     assert scores.engine["machine"]["cpus_usable"] > 0
+
+
+def test_records_name_no_path_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = vllm_checks.parser().parse_args(
+        ["judge", "--state", str(tmp_path / "state"), "--out", str(tmp_path / "out")]
+    )
+    found = vllm_checks.comparisons(options, "moe-nvfp4")
+    assert found == {
+        "spark-tiny-moe-nvfp4-vllm-gpu.json": [
+            *("checkpoints/spark-tiny-moe-nvfp4", "scores:../out/moe-nvfp4.scores"),
+            *("--json", "../out/spark-tiny-moe-nvfp4-vllm-gpu.json"),
+        ],
+        "vllm-gpu-spark-tiny-moe-nvfp4-transformers.json": [
+            *("scores:../out/moe-nvfp4.scores", "transformers:checkpoints/spark-tiny-moe-nvfp4,form=16bit,device=cpu"),
+            *("--json", "../out/vllm-gpu-spark-tiny-moe-nvfp4-transformers.json"),
+        ],
+    }
+    calls = []
+
+    def run(command: list[str], cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
+        calls.append((command[2:], cwd))
+        return subprocess.CompletedProcess(command, len(calls) % 2)
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "moe-nvfp4.scores").touch()
+    monkeypatch.setattr(vllm_checks.subprocess, "run", run)
+    assert vllm_checks.judge(options) == 1
+    assert calls == [(arguments, options.state) for arguments in found.values()]
+
+
+def test_servers_with_a_drafter_do_not_find_the_compiler(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("plain", "cuda", "both")]
+    for folder, programs in zip(folders, (["gcc"], ["nvcc"], ["nvcc", "cc"]), strict=True):
+        folder.mkdir()
+        for program in programs:
+            (folder / program).touch(mode=0o755)
+    plain, cuda, both = map(str, folders)
+    assert vllm_checks.path_without("nvcc", os.pathsep.join((plain, cuda))) == plain
+    with pytest.raises(EnvironmentProblem, match="same folder of PATH as nvcc"):
+        vllm_checks.path_without("nvcc", os.pathsep.join((plain, both)))
 
 
 def test_one_configuration_of_an_autotuned_kernel() -> None:
@@ -213,6 +284,16 @@ def test_phases_of_several_servers(
 ) -> None:
     state, out = ["--state", str(tmp_path / "state")], tmp_path / "out"
     names = ["dense-dflash2", "moe-dflash2"]
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda" / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join((str(tmp_path / "cuda"), os.environ["PATH"])))
+    # Both servers are ended at once: one after the other would never meet here.
+    both, end_group = threading.Barrier(2), vllm_checks.end_group
+
+    def end(leader: int) -> None:
+        both.wait(20)
+        end_group(leader)
+
     command = ["measure", *state, "--prompts", str(prompts), "--out", str(out)]
     assert vllm_checks.main(["wait", *state, "1"]) == 2
     assert vllm_checks.main(["start", *state, "--only", *names, "--python", str(python)]) == 0
@@ -223,13 +304,22 @@ def test_phases_of_several_servers(
         # A second call measures what is missing.
         assert vllm_checks.main([*command, "--temperatures", "0", "1"]) == 0
         servers = vllm_checks.read_running(tmp_path / "state")
+        for server in servers:
+            lines = Path(f"/proc/{server.pid}/environ").read_text().split("\0")
+            (path,) = [line for line in lines if line.startswith("PATH=")]
+            assert str(tmp_path / "cuda") not in path
+        monkeypatch.setattr(vllm_checks, "end_group", end)
     finally:
         assert vllm_checks.main(["stop", *state]) == 0
+    monkeypatch.setattr(vllm_checks, "end_group", end_group)
     assert not any(server.alive() for server in servers)
     for name in names:
         document = json.loads((out / f"{name}.json").read_text())
         assert [row["temperature"] for row in document["rows"]] == [0, 1]
         assert document["rows"][0]["mean"] == 3
+        assert document["prompts_sha256"] == hashlib.sha256(prompts.read_bytes() + b"\n").hexdigest()
+        assert document["draft_sample_method"] == "greedy"
+        assert "/" not in document["command"]
     assert capsys.readouterr().out.count("dense-dflash2: {") == 2
     monkeypatch.setenv("FAKE_VLLM", "dead")
     assert vllm_checks.main(["start", *state, "--only", names[0], "--python", str(python)]) == 0
@@ -238,3 +328,28 @@ def test_phases_of_several_servers(
     assert vllm_checks.main([*command, "--temperatures", "0.7"]) == 3
     assert "is not up" in capsys.readouterr().err
     assert vllm_checks.main(["stop", *state]) == 0
+
+
+def test_acceptance_is_measured_before_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["dense-fp8", "dense-dflash2", "moe-nvfp4", "moe-dflash2"]
+    options = vllm_checks.parser().parse_args(
+        ["measure", "--state", str(tmp_path), "--out", str(tmp_path), "--prompts", str(tmp_path / "p")]
+    )
+    vllm_checks.write_running(tmp_path, [vllm_checks.Running(name, 1, 0, 1, 0.0, []) for name in names])
+    order: list[str] = []
+
+    def acceptance(running: vllm_checks.Running, _: object) -> str:
+        time.sleep(0.2)
+        order.append(running.name)
+        return running.name
+
+    def scores(running: vllm_checks.Running, _: object) -> str:
+        order.append(running.name)
+        return running.name
+
+    monkeypatch.setattr(vllm_checks.Server, "ready", lambda _: True)
+    monkeypatch.setattr(vllm_checks, "_measure_acceptance", acceptance)
+    monkeypatch.setattr(vllm_checks, "_measure_accuracy", scores)
+    assert vllm_checks.measure(options) == 0
+    assert {*order[:2]} == {"dense-dflash2", "moe-dflash2"}
+    assert {*order[2:]} == {"dense-fp8", "moe-nvfp4"}
