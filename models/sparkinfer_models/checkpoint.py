@@ -36,7 +36,7 @@ def training_device(name: str) -> torch.device:
 
 
 def check_unused(folder: Path) -> None:
-    """Raises ConfigError when an earlier run has written to the folder: its log and state would be mixed with this one's."""
+    """Raises ConfigError when an earlier run has written to the folder: its log would go on with this one's."""
     for name in ("training.pt", "training_log.jsonl"):
         if (folder / name).exists():
             raise ConfigError(f"{folder} holds {name} of an earlier run: go on with --resume, or give another --out")

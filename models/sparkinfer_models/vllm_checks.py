@@ -40,8 +40,8 @@ ONE_CONFIG = Path(__file__).parent / "one_config"
 VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "OMP_NUM_THREADS": "1"}
 """No compiler of FlashInfer's; and no threads that wait for one another by spinning beside the other servers' own."""
 COMPILER = "nvcc"
-"""Not to be found by servers with a drafter: where it is, vLLM ranks the drafter's logits with FlashInfer's top-k, which
-is compiled for minutes at the start; where it is not, with torch.topk."""
+"""Not to be found by servers with a drafter: where it is, vLLM ranks the drafter's logits with FlashInfer's top-k, and
+compiles that for minutes at the start; where it is not, with torch.topk."""
 ACCURACY = str(ROOT / "eval" / "accuracy.py")
 QUANTIZE = "import sys; from sparkinfer.cli import main; sys.exit(main(sys.argv[1:]))"
 
@@ -301,7 +301,7 @@ def comparisons(options: argparse.Namespace, name: str) -> dict[str, list[str]]:
 
 
 def judge(options: argparse.Namespace) -> int:
-    """Compare what was recorded: this engine on the same checkpoint with it, and it with transformers on the 16-bit form.
+    """Compare with what was recorded this engine on the same checkpoint, and transformers on its 16-bit form.
 
     0 all agree, 1 one differs.
     """

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,13 +18,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sparkinfer_models.real_shapes import shape_config
 
+from sparkinfer import cli
 from sparkinfer.errors import CheckpointError, ConfigError, EnvironmentProblem
 from sparkinfer.models import safetensors_file
-from sparkinfer.models.config import load_config
+from sparkinfer.models.config import load_config, parse_config
 from sparkinfer.models.loader import SafetensorsSource
 from sparkinfer.models.tensors import Role, language_tensors
 from sparkinfer.quantization import quantizer
+from sparkinfer.quantization.choices import Choices
 from sparkinfer.quantization.cli import parse_rule
 from sparkinfer.quantization.dequantise import dequantise_checkpoint
 from sparkinfer.quantization.quantizer import Options, Quantizer
@@ -313,6 +317,16 @@ def test_no_tokenizer(source, quantise, tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json does not exist"):
         quantise(folder, tmp_path / "q")
+
+
+def test_examples_of_the_help_can_be_given(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["quantize", "--help"])
+    examples = re.findall(r"[\w.*?]+=(?:nvfp4|fp8|keep)", " ".join(capsys.readouterr().out.split()))
+    assert len(examples) == 4
+    for example in examples:
+        config = parse_config(shape_config("toy-moe") | {"num_hidden_layers": 16, "layer_types": None})
+        Choices(config, Format.NVFP4, [parse_rule(example)])
 
 
 MEASURE = """
