@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.identity import file_sha256
-from sparkinfer_containers.errors import UsageProblem
+from sparkinfer_containers.errors import SignatureProblem, UsageProblem
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.model import BUNDLE, EMPTY, MANIFEST, Descriptor, referrer_manifest
 from sparkinfer_containers.sign import encode, sign
-from sparkinfer_containers.statements import EVALUATION, EVALUATION_SOURCE, SHORT_NAMES, statement
-from sparkinfer_containers.trust import Credentials
+from sparkinfer_containers.statements import EVALUATION, EVALUATION_SOURCE, SHORT_NAMES, check_evaluation, statement
+from sparkinfer_containers.trust import Credentials, trust_root
+from sparkinfer_containers.verify.bundle import BundleVerifier, ExpectedSigner
 from sparkinfer_containers.verify.report import ENGINE, report_files, subject_of
 
 
@@ -84,24 +85,31 @@ def evaluation(
     return statement(name, digest, EVALUATION_SOURCE if source else EVALUATION, predicate)
 
 
-def find_report(reports: Path, version: str, digest: str) -> Path:
+def find_report(reports: Path, version: str, digest: str, source_digest: str | None = None) -> Path:
     """The report folder that a release publishes: the one of `version` that measured the image `digest`.
 
-    Without one, the only report of that version (made from the source tree). Raises UsageProblem when there is none or
-    the choice is open.
+    `source_digest` accepts a report of that source tree instead, where none measured the image. A report of another
+    image or another source is never taken. Raises UsageProblem when there is none or the choice is open.
     """
-    of_version, of_image = [], []
+    of_image, of_source, others = [], [], []
     for path in sorted(reports.glob("*/report.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
-        if report.get("version") == version:
-            of_version.append(path.parent)
-            if subject_of(report) == (digest, False):
-                of_image.append(path.parent)
-    chosen = of_image or of_version
+        if report.get("version") != version:
+            continue
+        subject, source = subject_of(report)
+        if (subject, source) == (digest, False):
+            of_image.append(path.parent)
+        elif source and subject == source_digest:
+            of_source.append(path.parent)
+        else:
+            others.append(f"{path.parent.name} measured {'the source tree' if source else 'the image'} {subject}")
+    chosen = of_image or of_source
     if len(chosen) != 1:
         names = ", ".join(path.name for path in chosen) or "none"
         raise UsageProblem(
-            f"{reports}: expected one report of version {version}, found {names}: keep the one to publish"
+            f"{reports}: expected one report of version {version} that measured {digest}, found {names}"
+            + (f" ({'; '.join(others)})" if others else "")
+            + ": measure this image, or keep the one report to publish"
         )
     return chosen[0]
 
@@ -132,7 +140,13 @@ def sign_and_attach(
     for item in statements:
         if subject_digest(item) != image.digest:
             raise UsageProblem(f"a statement is about another digest than the image {image.digest}")
-    bundles = sign(statements, held)
+    return attach_all(layout, image, statements, sign(statements, held))
+
+
+def attach_all(
+    layout: Layout, image: Descriptor, statements: Sequence[Mapping[str, Any]], bundles: Sequence[str]
+) -> list[Descriptor]:
+    """Attach the signed bundle of each statement to `image`."""
     return [
         attach(layout, image, bundle, str(item["predicateType"]))
         for item, bundle in zip(statements, bundles, strict=True)
@@ -150,31 +164,79 @@ def sign_report(report_folder: Path, made: Mapping[str, Any], held: Credentials)
 
     A bundle of the same statement is kept. Raises UsageProblem when another one is there.
     """
-    folder = report_folder / "bundles"
-    name = f"{SHORT_NAMES[str(made['predicateType'])]}.sigstore.json"
-    target = folder / name
-    if target.exists():
-        if _statement(target.read_text(encoding="utf-8")) == json.loads(encode(made)):
-            return target
-        raise UsageProblem(f"{target} exists: a report is signed once; render it to another folder to sign it anew")
+    kept = kept_bundle(report_folder, made)
+    if kept is not None:
+        return kept
     (bundle,) = sign([made], held)
+    return put_bundle(report_folder, made, bundle)
+
+
+def kept_bundle(report_folder: Path, made: Mapping[str, Any]) -> Path | None:
+    """The report's own bundle if it is of the statement `made`. Raises UsageProblem when it is of another."""
+    target = _bundle_path(report_folder, made)
+    if not target.exists():
+        return None
+    if _statement(target.read_text(encoding="utf-8")) == json.loads(encode(made)):
+        return target
+    raise UsageProblem(f"{target} exists: a report is signed once; render it to another folder to sign it anew")
+
+
+def put_bundle(report_folder: Path, made: Mapping[str, Any], bundle: str) -> Path:
+    """Write the signed bundle of `made` into the report's `bundles/`."""
+    target = _bundle_path(report_folder, made)
     _write(target, bundle)
     return target
 
 
-def set_aside(report_folder: Path) -> dict[str, Any] | None:
-    """Move a report's bundles to `bundles/host/`, so that another signer can sign it; returns the evaluation they hold.
+def _bundle_path(report_folder: Path, made: Mapping[str, Any]) -> Path:
+    return report_folder / "bundles" / f"{SHORT_NAMES[str(made['predicateType'])]}.sigstore.json"
 
-    They stay what the measuring host vouched for; a verifier reads the new ones.
+
+def host_evaluation(report_folder: Path, roots: Sequence[Path]) -> dict[str, Any]:
+    """The evaluation that the measuring host signed: in `bundles/host/` once the report was signed anew.
+
+    It has to verify under one of `roots` (trusted_root.json files), to name the digests of prompts and raw records, and
+    to be about the files as they are now. Raises SignatureProblem or UsageProblem otherwise.
     """
-    folder, predicate = report_folder / "bundles", None
+    report = json.loads((report_folder / "report.json").read_text(encoding="utf-8"))
+    digest, source = subject_of(report)
+    name = f"{SHORT_NAMES[EVALUATION_SOURCE if source else EVALUATION]}.sigstore.json"
+    path = next(
+        (found for place in ("host", ".") if (found := report_folder / "bundles" / place / name).is_file()), None
+    )
+    if path is None:
+        raise UsageProblem(f"{report_folder}/bundles has no {name}: the host that measured signs its report first")
+    refused = []
+    for root in roots:
+        trust = trust_root(root)
+        try:
+            said = BundleVerifier(trust, ExpectedSigner(trust, None, None)).verify(path.read_bytes(), digest, str(path))
+            break
+        except SignatureProblem as problem:
+            refused.append(f"{root.name}: {problem}")
+    else:
+        raise SignatureProblem(f"no known root vouches for what the measuring host signed: {refused or 'no root'}")
+    check_evaluation(said.predicate, source=source)
+    files = {name: f"sha256:{file_sha256(file)}" for name, file in report_files(report_folder).items()}
+    if (said.predicate["run"], said.predicate["files"]) != (report["run"], files):
+        raise UsageProblem(f"{report_folder} is not what its host signed: {path} names other files")
+    if not said.predicate["raw_records"] or not said.predicate["prompts"]:
+        raise UsageProblem(f"{path} names no digests of raw records or prompts: sign it on the host with --raw")
+    return said.predicate
+
+
+def set_aside(report_folder: Path) -> None:
+    """Move the bundles of the measuring host to `bundles/host/`, once another signer has signed.
+
+    They stay what that host vouched for; a verifier reads the new ones. What is there already stays.
+    """
+    folder = report_folder / "bundles"
     for path in sorted(folder.glob("*.sigstore.json")):
-        said = _statement(path.read_text(encoding="utf-8"))
-        if said["predicateType"] in (EVALUATION, EVALUATION_SOURCE):
-            predicate = dict(said["predicate"])
         (folder / "host").mkdir(exist_ok=True)
-        path.rename(folder / "host" / path.name)
-    return predicate
+        if (folder / "host" / path.name).exists():
+            path.unlink()
+        else:
+            path.rename(folder / "host" / path.name)
 
 
 def _write(target: Path, text: str) -> None:

@@ -26,7 +26,9 @@ from sparkinfer_containers.image.start import start
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.registry import Reference, Registry
 from sparkinfer_containers.private import instance
+from sparkinfer_containers.private.state import default_folder
 from sparkinfer_containers.private.trust import client_config
+from sparkinfer_containers.sign import sign
 from sparkinfer_containers.statements import PROVENANCE, SBOM, statement
 from sparkinfer_containers.trust import credentials, trust_root
 
@@ -105,19 +107,38 @@ def _attest(args: argparse.Namespace) -> int:
     recipe = settings.load(args.repository, record["variant"], record["name"])
     made = _image_statements(args.image, record, args.builder)
     start = time.monotonic()
-    earlier = attest.set_aside(args.report) if args.report and args.resign else None
-    evaluation = attest.evaluation(args.report, args.raw, earlier) if args.report else None
+    evaluation = _evaluation(args, record, image.digest) if args.report else None
+    kept = attest.kept_bundle(args.report, evaluation) if evaluation and not args.resign else None
+    wanted = [evaluation] if evaluation and not kept else []
     with credentials(args.trust, claims=_claims(recipe)) as held:
-        for item in attest.sign_and_attach(layout, image, made, held):
-            print(f"attached {item.annotations['dev.sigstore.bundle.predicateType']} to {image.digest}")
-        if evaluation is not None:
-            bundle = attest.sign_report(args.report, evaluation, held)
-            print(f"signed {bundle}")
-            if attest.subject_digest(evaluation) == image.digest:
-                attest.exchange(layout, image, args.report, bundle)
-                print(f"attached the evaluation to {image.digest}")
+        bundles = sign([*made, *wanted], held)  # all or nothing: no file is touched before
+    for item in attest.attach_all(layout, image, made, bundles[: len(made)]):
+        print(f"attached {item.annotations['dev.sigstore.bundle.predicateType']} to {image.digest}")
+    if evaluation:
+        if args.resign:
+            attest.set_aside(args.report)
+        bundle = kept or attest.put_bundle(args.report, evaluation, bundles[-1])
+        print(f"signed {bundle}")
+        if attest.subject_digest(evaluation) == image.digest:
+            attest.exchange(layout, image, args.report, bundle)
+            print(f"attached the evaluation to {image.digest}")
     print(f"signed and attached in {time.monotonic() - start:.2f} s, trust: {args.trust}")
     return 0
+
+
+def _evaluation(args: argparse.Namespace, record: dict[str, Any], digest: str) -> dict[str, Any]:
+    """The evaluation statement to sign with an image: about it, or with --source-report about its source tree."""
+    roots = [*sorted((args.repository / "containers" / "trusted_roots").glob("*.json"))]
+    own = default_folder() / "trusted_root.json"
+    earlier = attest.host_evaluation(args.report, [*roots, *([own] if own.is_file() else [])]) if args.resign else None
+    made = attest.evaluation(args.report, args.raw, earlier)
+    accepted = {digest, record["source_digest"]} if args.source_report else {digest}
+    if attest.subject_digest(made) not in accepted:
+        raise UsageProblem(
+            f"{args.report} measured {attest.subject_digest(made)}, not {digest}: it says nothing about this image"
+            + ("" if args.source_report else " (--source-report takes one of the image's source tree)")
+        )
+    return made
 
 
 def _image_statements(folder: Path, record: dict[str, Any], builder: str | None = None) -> list[dict[str, Any]]:
@@ -133,13 +154,13 @@ def _image_statements(folder: Path, record: dict[str, Any], builder: str | None 
 def _figures(args: argparse.Namespace) -> int:
     recipe = settings.load(args.repository, args.variant)
 
-    def sign(folder: Path) -> None:
+    def sign_image(folder: Path) -> None:
         record = json.loads((folder / "image.json").read_text(encoding="utf-8"))
         layout = Layout(folder / "layout")
         with credentials("private", claims=_claims(recipe)) as held:
             attest.sign_and_attach(layout, layout.image(), _image_statements(folder, record), held)
 
-    made = figures.measure(recipe, args.repository.absolute(), args.model, args.scratch, sign, args.shown)
+    made = figures.measure(recipe, args.repository.absolute(), args.model, args.scratch, sign_image, args.shown)
     figures.write(made, args.output)
     return 0
 
@@ -147,7 +168,8 @@ def _figures(args: argparse.Namespace) -> int:
 def _find_report(args: argparse.Namespace) -> int:
     recipe = settings.load(args.repository, "cpu")
     digest = Layout(args.image / "layout").image().digest
-    print(attest.find_report(args.repository / "reports", recipe.version, digest))
+    record = json.loads((args.image / "image.json").read_text(encoding="utf-8")) if args.source_report else {}
+    print(attest.find_report(args.repository / "reports", recipe.version, digest, record.get("source_digest")))
     return 0
 
 
@@ -296,11 +318,15 @@ def _parser() -> argparse.ArgumentParser:
     made = add("rebuild-check", _rebuild_check, "build again elsewhere and compare bit by bit", cached)
     made.add_argument("image", type=_path, help="folder that `build` made")
     made.add_argument("--record", type=_path, help="JSON file that is written when the digests are equal")
-    made = add("attest", _attest, "sign provenance, SBOM and evaluation and attach them", signing)
+    sourced = argparse.ArgumentParser(add_help=False)
+    sourced.add_argument("--source-report", action="store_true", help="accept a report of the image's source tree")
+    made = add("attest", _attest, "sign provenance, SBOM and evaluation and attach them", signing, sourced)
     made.add_argument("image", type=_path, help="folder that `build` made")
-    made.add_argument("--report", type=_path, help="reports/RUN to sign; attached when it measured this image")
+    made.add_argument("--report", type=_path, help="reports/RUN that measured this image: signed and attached")
     made.add_argument(
-        "--resign", action="store_true", help="set the report's own bundles aside (bundles/host/) and sign it anew"
+        "--resign",
+        action="store_true",
+        help="sign the report anew once what its host signed verifies; the host's bundles move to bundles/host/",
     )
     made.add_argument("--builder", help="builder.id of the provenance, for a hosted build")
     made = add("figures", _figures, "build, rebuild, sign, ship: the container's figures, from empty caches")
@@ -309,7 +335,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--scratch", type=_path, required=True, help="folder for temporary files")
     made.add_argument("--output", type=_path, required=True, help="folder that gets README.md and figures.json")
     made.add_argument("--shown", default="python -m sparkinfer_containers figures", help="command that the page names")
-    made = add("find-report", _find_report, "print the report folder that a release of this image publishes")
+    made = add("find-report", _find_report, "print the report folder that a release of this image publishes", sourced)
     made.add_argument("image", type=_path)
     made = add("sign-report", _sign_report, "sign a report folder", signing)
     made.add_argument("report", type=_path)

@@ -69,12 +69,15 @@ def fetch_model(name: str, revision: str, models: Path) -> Path:
 def arguments(given: Sequence[str], environment: MutableMapping[str, str], models: Path = MODELS) -> list[str]:
     """Arguments for `sparkinfer`; takes this module's own variables out of `environment`."""
     own = {name: environment.pop(name, "") for name in OWN}
+    host, port = own["SPARKINFER_HOST"] or "0.0.0.0", own["SPARKINFER_PORT"] or "8000"
     if given and not given[0].startswith("-"):
-        return list(given)
+        if given[0] != "serve":
+            return list(given)
+        # The container's address first: options that are given come later and win.
+        return ["serve", "--host", host, "--port", port, *given[1:]]
     if not own["SPARKINFER_MODEL"]:
         raise ConfigError(f"SPARKINFER_MODEL is not set: a folder under {MODELS}, or OWNER/NAME on the hub")
     model = find_model(own["SPARKINFER_MODEL"], own["SPARKINFER_MODEL_REVISION"], models)
-    host, port = own["SPARKINFER_HOST"] or "0.0.0.0", own["SPARKINFER_PORT"] or "8000"
     return ["serve", str(model), "--host", host, "--port", port, *given]
 
 

@@ -110,6 +110,8 @@ def check_evaluation(predicate: Mapping[str, Any], *, source: bool) -> None:
     for name, kind in wanted.items():
         if not isinstance(predicate.get(name), kind):
             raise SignatureProblem(f"evaluation predicate field {name} is missing or not a {kind.__name__}")
+    if not all(isinstance(cell, dict) for cell in predicate["cells"]):
+        raise SignatureProblem("evaluation predicate: an item of cells is not an object")
     if predicate["not_the_shipped_image"] is not source:
         raise SignatureProblem("evaluation predicate contradicts its type about the shipped image")
     for required in ("report.json", "requests.parquet"):

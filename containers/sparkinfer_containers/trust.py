@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 import httpx
-from cryptography.x509 import Certificate
 from sigstore.errors import Error as SigstoreError
 from sigstore.models import ClientTrustConfig, TrustedRoot
 from sigstore.oidc import IdentityError, IdentityToken, detect_credential
+from sigstore.verify import Verifier
 
 from sparkinfer_containers.errors import SigningProblem, UsageProblem
 from sparkinfer_containers.private.instance import running
@@ -133,16 +133,29 @@ def _from_file(path: Path) -> TrustRoot:
             raise UsageProblem(f"{path} is over {ROOT_SIZE_LIMIT} bytes: not a trusted_root.json")
         data = json.loads(path.read_bytes())
         root = TrustedRoot.from_file(str(path))
+        Verifier(trusted_root=root)  # needs keys of every kind
         hosts = [log["baseUrl"].removeprefix("https://log.") for log in data["tlogs"]]
-    except (OSError, ValueError, KeyError, TypeError, SigstoreError) as error:
+        if len({kind for kind, _ in _keys(root)}) < 4:
+            raise UsageProblem(f"{path} lacks a certificate authority, a timestamp authority or the key of a log")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SigstoreError) as error:
         raise UsageProblem(f"{path} is not a sigstore trusted_root.json: {error}") from error
     if len(hosts) == 1 and hosts[0].endswith(PRIVATE_SUFFIX):
         return TrustRoot("private", root, f"https://{hosts[0]}/release", f"https://oidc.{hosts[0]}", prefix=False)
-    if set(root.get_fulcio_certs()) <= _public_authorities():
+    if _keys(root) <= _keys(ClientTrustConfig.production(offline=True).trusted_root):
         return _public(root)
     return TrustRoot("private", root, "", "", prefix=False)
 
 
-def _public_authorities() -> set[Certificate]:
-    """Certificates of the public instance as shipped with sigstore-python (or refreshed by it): no network."""
-    return set(ClientTrustConfig.production(offline=True).trusted_root.get_fulcio_certs())
+def _keys(root: TrustedRoot) -> set[tuple[str, str]]:
+    """Everything that a root trusts: (kind, base64 DER) of authorities' certificates and logs' keys.
+
+    The public instance's are those shipped with sigstore-python (or refreshed by it): no network.
+    """
+    data = json.loads(root._inner.to_json())
+    found = {
+        (kind, certificate["rawBytes"])
+        for kind in ("certificateAuthorities", "timestampAuthorities")
+        for authority in data.get(kind, [])
+        for certificate in authority["certChain"]["certificates"]
+    }
+    return found | {(kind, log["publicKey"]["rawBytes"]) for kind in ("tlogs", "ctlogs") for log in data.get(kind, [])}

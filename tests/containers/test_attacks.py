@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -380,3 +380,73 @@ def test_restarted_instance_still_vouches_for_old_bundles(attested: Any, state: 
     with running(state):
         pass
     assert attested.verify()[0] == 0
+
+
+HOSTILE: list[Any] = [None, 5, True, "x", [], {}, {"a": 1}, [5], [[]]]
+
+
+def changed_everywhere(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Copies of a JSON value with each place in turn replaced by each hostile value, and the place."""
+    for path in field_paths(value):
+        for hostile in HOSTILE:
+            broken = json.loads(json.dumps(value))
+            parent = broken
+            for key in path[:-1]:
+                parent = parent[key]
+            parent[path[-1]] = hostile
+            yield path, broken
+
+
+def test_every_change_of_a_referrer_manifest_is_survived(attested: Any) -> None:
+    """Unsigned, so anyone can attach one: refused with a documented code, or the field was not needed."""
+    from sparkinfer_containers.oci.model import BUNDLE, MANIFEST, Descriptor, canonical
+
+    layout = attested.layout
+    index = (layout.path / "index.json").read_bytes()
+    manifest = json.loads(layout.manifest(next(iter(layout.referrers(attested.image.digest))).digest))
+    for path, broken in changed_everywhere(manifest):
+        (layout.path / "index.json").write_bytes(index)
+        stored = layout.add(MANIFEST, canonical(broken))
+        layout.list_manifest(Descriptor(MANIFEST, stored.digest, stored.size, BUNDLE))
+        code, _ = attested.verify()
+        assert code in (0, 3, 4), path
+        if path[-1] == "layers":
+            assert code in (3, 4), broken
+
+
+def test_every_change_of_the_index_is_survived(attested: Any) -> None:
+    index = json.loads((attested.layout.path / "index.json").read_bytes())
+    for path, broken in changed_everywhere(index):
+        (attested.layout.path / "index.json").write_text(json.dumps(broken))
+        assert attested.verify()[0] in (0, 3, 4), path
+
+
+def test_second_provenance_that_names_another_builder(attested: Any, signer: Any, about: Any) -> None:
+    provenance, _ = about(attested.image.digest)
+    provenance["predicate"]["runDetails"]["builder"]["id"] = "https://example.invalid/other"
+    attach(attested.layout, attested.image, signer(provenance), statements.PROVENANCE)
+    code, outcome = attested.verify()
+    assert code == 3
+    assert "contradict" in reason(outcome)
+
+
+def test_outcome_that_cannot_be_written(attested: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from sparkinfer_containers.verify.cli import main
+
+    root = ["--trusted-root", str(attested.trusted_root)]
+    for place in (tmp_path, tmp_path / "none" / "outcome.json"):
+        assert main([str(attested.layout.path), *root, "--json", str(place)]) == 2
+        assert "--json" in capsys.readouterr().out
+
+
+def test_folder_that_does_not_exist_is_said_to_be_so(capsys: pytest.CaptureFixture[str]) -> None:
+    from sparkinfer_containers.verify.cli import main
+
+    assert main(["reports/typo"]) == 2
+    assert "reports/typo does not exist" in capsys.readouterr().out
+
+
+def test_image_without_the_evaluation_that_is_required(attested: Any) -> None:
+    code, outcome = attested.verify("--require-evaluation", "run-1")
+    assert code == 4
+    assert "no evaluation of run run-1" in reason(outcome)

@@ -241,6 +241,8 @@ def test_arguments_for_a_mounted_model(tmp_path: Path) -> None:
 
 def test_a_subcommand_passes_through() -> None:
     assert entrypoint.arguments(["doctor"], {"SPARKINFER_MODEL": "x"}) == ["doctor"]
+    made = entrypoint.arguments(["serve", "/models/x", "--port", "9"], {"SPARKINFER_PORT": "1"})
+    assert made == ["serve", "--host", "0.0.0.0", "--port", "1", "/models/x", "--port", "9"]
 
 
 @pytest.mark.parametrize(
@@ -357,3 +359,51 @@ def test_unpacked_image_runs_read_only_as_another_user(tmp_path: Path) -> None:
     if "No permissions" in done.stderr or "Operation not permitted" in done.stderr:
         pytest.skip(f"namespaces are not allowed here: {done.stderr.strip()}")
     assert done.stdout.split() == ["10001", "sha256:1", "1", "read-only", "x"], done.stderr
+
+
+def test_second_build_that_differs_is_not_reproduced(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """rebuild-check on two builds of which the second holds another file: exit 1 and the file is named."""
+    from sparkinfer_containers import cli
+    from sparkinfer_containers.image import rebuild as module
+
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    for command in (
+        ["init", "-q"],
+        ["-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "--allow-empty", "-mx"],
+    ):
+        subprocess.run(["git", "-C", str(repository), *command], check=True)
+    head = subprocess.run(
+        ["git", "-C", str(repository), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    )
+    toy(tmp_path / "image" / "layout")
+    record = {"commit": head.stdout.strip(), "variant": "cpu", "name": "toy"}
+    (tmp_path / "image" / "image.json").write_text(json.dumps(record))
+    text = "hello\n"
+
+    def build(_recipe: Any, _clone: Path, output: Path, *_: Any) -> None:
+        toy(output / "layout", text=text)
+
+    monkeypatch.setattr(module, "build", build)
+    monkeypatch.setattr(module, "load", lambda *_: None)
+    command = [
+        "--repository",
+        str(repository),
+        "rebuild-check",
+        str(tmp_path / "image"),
+        "--scratch",
+        str(tmp_path / "s"),
+    ]
+    record_file = tmp_path / "rebuilt.json"
+    assert cli.main([*command, "--record", str(record_file)]) == 0
+    assert record_file.exists()
+    record_file.unlink()
+    text = "other\n"
+    capsys.readouterr()
+    assert cli.main([*command, "--record", str(record_file)]) == 1
+    said = capsys.readouterr().out
+    assert "NOT REPRODUCED" in said
+    assert "srv/text" in said
+    assert not record_file.exists()

@@ -62,6 +62,14 @@ def test_keys_never_lie_in_a_repository(tmp_path: Path) -> None:
         StateFolder(tmp_path / "deep" / "state")
 
 
+def test_link_into_a_repository_is_one(tmp_path: Path) -> None:
+    (tmp_path / "tree" / ".git").mkdir(parents=True)
+    (tmp_path / "tree" / "state").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "tree" / "state")
+    with pytest.raises(ConfigError, match="git work tree"):
+        StateFolder(tmp_path / "link")
+
+
 def test_restart_keeps_identity_and_log(tmp_path: Path) -> None:
     sign_one(tmp_path / "state")
     first = PrivateInstance(tmp_path / "state")
@@ -73,7 +81,7 @@ def test_restart_keeps_identity_and_log(tmp_path: Path) -> None:
     assert second.identity == first.identity
 
 
-@pytest.mark.parametrize("rewrite", ["drop", "edit", "swap", "checkpoint", "no checkpoint"])
+@pytest.mark.parametrize("rewrite", ["drop", "edit", "swap", "checkpoint", "no checkpoint", "empty", "word"])
 def test_log_refuses_rewrites(tmp_path: Path, rewrite: str) -> None:
     state = tmp_path / "state"
     for _ in range(3):
@@ -88,10 +96,16 @@ def test_log_refuses_rewrites(tmp_path: Path, rewrite: str) -> None:
         log.write_text("".join([lines[1], lines[0], *lines[2:]]))
     elif rewrite == "checkpoint":
         checkpoint.write_text(checkpoint.read_text().replace("\n3\n", "\n2\n"))
+    elif rewrite in ("empty", "word"):
+        checkpoint.write_text("" if rewrite == "empty" else "checkpoint\n")
     else:
         checkpoint.unlink()
+    with (state / "log.jsonl").open("a") as handle:
+        handle.write('{"half')
+    before = log.read_bytes()
     with pytest.raises(ConfigError, match=r"rewritten|altered|missing"):
         PrivateInstance(state)
+    assert log.read_bytes() == before, "a log that is refused is not touched"
 
 
 def test_a_write_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:

@@ -175,6 +175,12 @@ def lying_registry(layout: Layout, image: str, lie: str) -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             kind, digest = self.path.split("/")[-2:]
+            if lie == "cut " + ("referrers" if kind == "referrers" else "image" if digest == image else "manifest"):
+                self.send_response(200)
+                self.send_header("Content-Length", "1000")
+                self.end_headers()
+                self.wfile.write(b"{")
+                return
             if kind == "referrers":
                 items = [item.to_json() for item in layout.referrers(digest)]
                 self.answer(json.dumps({"schemaVersion": 2, "mediaType": INDEX, "manifests": items}).encode(), INDEX)
@@ -330,6 +336,47 @@ def test_login_is_not_sent_over_plain_http(attested: Any) -> None:
         with Registry(Reference.parse(f"127.0.0.1:{server.server_port}/x:1")) as registry:
             with pytest.raises(EnvironmentProblem, match="not HTTPS"):
                 registry.resolve("1")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("part", ["referrers", "image", "manifest"])
+def test_registry_that_cuts_a_connection_off(attested: Any, part: str) -> None:
+    with lying_registry(attested.layout, attested.image.digest, f"cut {part}") as target:
+        code, outcome = attested.verify(target=target)
+    assert code == 4
+    assert "connection broke" in outcome["problems"][0]["text"]
+
+
+@pytest.mark.parametrize("login", ["html", "list", "number", "down", "refused", "no address"])
+def test_login_that_gives_no_token(attested: Any, login: str) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.startswith("/token"):
+                body = {"html": b"<html>", "list": b"[]", "number": b'{"token": 5}'}.get(login, b"{}")
+                self.reply(403 if login == "refused" else 200, body)
+                return
+            port = 9 if login == "down" else server.server_port
+            realm = "http://[" if login == "no address" else f"http://127.0.0.1:{port}/token"
+            self.reply(401, b"", f'Bearer realm="{realm}",service="x"')
+
+        def reply(self, code: int, body: bytes, challenge: str = "") -> None:
+            self.send_response(code)
+            if challenge:
+                self.send_header("WWW-Authenticate", challenge)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        target = f"127.0.0.1:{server.server_port}/sparkinfer/toy@{attested.image.digest}"
+        assert attested.verify(target=target)[0] == 4
     finally:
         server.shutdown()
         server.server_close()

@@ -87,6 +87,7 @@ def test_nothing_is_announced_before_it_was_fetched_back_and_verified(workflow: 
     assert set(workflow["jobs"]["announce"]["needs"]) == {"publish", "verify"}
     runs = "\n".join(step.get("run", "") for step in workflow["jobs"]["verify"]["steps"])
     assert runs.count("--require-public") == 2
+    assert '"$REFERENCE" --require-public --require-evaluation "$run"' in runs
     steps = workflow["jobs"]["verify"]["steps"]
     assert not any("ATTEST_REGISTRY_PASSWORD" in step.get("env", {}) for step in steps)
 

@@ -52,6 +52,29 @@ def test_public_root_with_one_more_authority_is_not_public(public_root: Path, in
     assert trust.trust_root(path).mode == "private"
 
 
+@pytest.mark.parametrize("kind", ["tlogs", "ctlogs", "timestampAuthorities"])
+def test_public_root_with_one_more_key_is_not_public(public_root: Path, instance: PrivateInstance, kind: str) -> None:
+    data = json.loads(public_root.read_text())
+    data[kind].append(instance.root[kind][0])
+    path = public_root.with_name("mixed.json")
+    path.write_text(json.dumps(data))
+    assert trust.trust_root(path).mode == "private"
+
+
+@pytest.mark.parametrize("kind", ["certificateAuthorities", "tlogs", "ctlogs", "timestampAuthorities"])
+@pytest.mark.parametrize("value", [None, [], 5, [5]])
+def test_root_without_keys_of_one_kind_is_none(
+    instance: PrivateInstance, tmp_path: Path, kind: str, value: object
+) -> None:
+    data = json.loads(instance.trusted_root_file.read_text())
+    data.pop(kind)
+    if value is not None:
+        data[kind] = value
+    (tmp_path / "root.json").write_text(json.dumps(data))
+    with pytest.raises(UsageProblem, match=r"root\.json"):
+        trust.trust_root(tmp_path / "root.json")
+
+
 def test_private_root_names_its_own_signer(instance: PrivateInstance) -> None:
     found = trust.trust_root(instance.trusted_root_file)
     assert (found.mode, found.identity, found.issuer) == ("private", instance.identity, instance.issuer.issuer)
@@ -110,3 +133,10 @@ def test_levels_are_stated_honestly() -> None:
     for hosted, public in ((False, True), (True, False)):
         with pytest.raises(SignatureProblem, match="hosted builder"):
             slsa_level(provenance(HOSTED_BUILDER, hosted=hosted), public=public)
+
+
+@pytest.mark.parametrize(("value", "hosted"), [(b"github-hosted", True), (b"not-github-hosted", False)])
+def test_runner_that_only_ends_like_a_hosted_one(value: bytes, hosted: bool) -> None:
+    from sparkinfer_containers.verify.bundle import HOSTED_RUNNER
+
+    assert (b"\x0c" + bytes([len(value)]) + value == HOSTED_RUNNER) is hosted

@@ -20,6 +20,7 @@ from sparkinfer_eval.report.writer import write_report
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "sha256:" + "e" * 64
+SOURCE = "sha256:" + "5" * 64
 
 
 def raw_run_class() -> Any:
@@ -297,22 +298,172 @@ def test_a_report_is_signed_once(signed: Path, raw_results: Path, state: Path) -
     assert bundle.read_bytes() == before
 
 
-def test_publishing_signs_a_hosts_report_anew(signed: Path, raw_results: Path, state: Path, check: Any) -> None:
-    """The hosted workflow has no raw results: their digests come from the statement that the measuring host signed."""
-    first = attest.evaluation(signed, raw_results)["predicate"]
-    earlier = attest.set_aside(signed)
-    assert [path.name for path in (signed / "bundles").iterdir()] == ["host"]
-    assert check(signed)[0] == 4, "a report that nobody has signed anew is unsigned"
-    made = attest.evaluation(signed, None, earlier)
-    assert made["predicate"] == first
-    assert made["predicate"]["raw_records"]
-    assert made["predicate"]["prompts"]
-    with credentials("private", state=state) as held:
-        attest.sign_report(signed, made, held)
-    code, outcome = check(signed)
+@pytest.fixture
+def release(attested: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: Path) -> Callable[..., Path]:
+    """Writes what `attest` works on: an image folder and a checkout with a report (`image`, signed by its host)."""
+
+    def write(measured: str | None = None, signed_by_host: bool = True, raw: bool = True) -> Path:
+        digest = measured or attested.image.digest
+        container = {"reference": "example.invalid/toy:1", "digest": digest, "measured": True}
+        run = raw_run_class()(tmp_path, container=container)
+        info = run.info
+        for engine in info["engines"]:
+            if engine["name"] == "sparkinfer":
+                engine["digest"] = digest
+        run.write()
+        (run.folder / "run.json").write_text(json.dumps(info))
+        for path in run.folder.glob("b*/sparkinfer/*/*/r*/result.json"):
+            path.write_text(json.dumps({**json.loads(path.read_text()), "engine_digest": digest}))
+        (tmp_path / "checkout" / "reports").mkdir(parents=True)
+        folder = render(run.folder, tmp_path / "checkout" / "reports" / "run")
+        if signed_by_host:
+            with credentials("private", state=state) as held:
+                attest.sign_report(folder, attest.evaluation(folder, run.folder if raw else None), held)
+        image = tmp_path / "image"
+        image.mkdir()
+        attested.layout.path.rename(image / "layout")
+        provenance, sbom = (item["predicate"] for item in about_toy)
+        (image / "provenance.json").write_text(json.dumps(provenance))
+        (image / "sbom.json").write_text(json.dumps(sbom))
+        record = {"variant": "cpu", "name": "toy", "reference": "example.invalid/toy:1"}
+        record |= {"digest": attested.image.digest, "source_digest": SOURCE}
+        (image / "image.json").write_text(json.dumps(record))
+        return folder
+
+    from .conftest import toy_statements
+
+    about_toy = toy_statements(attested.image.digest)
+    monkeypatch.setenv("ATTEST_STATE", str(state))
+    return write
+
+
+def attest_command(tmp_path: Path, folder: Path, *options: str) -> int:
+    from sparkinfer_containers import cli
+
+    return cli.main(["attest", str(tmp_path / "image"), "--report", str(folder), *options])
+
+
+def test_publishing_signs_a_hosts_report_anew(release: Any, tmp_path: Path, check: Any) -> None:
+    """As the workflow calls it. It has no raw results: their digests are those that the measuring host signed."""
+    folder = release()
+    bundle = folder / "bundles" / "evaluation.sigstore.json"
+    host = bundle.read_bytes()
+    first = attest._statement(bundle.read_text())["predicate"]
+    for _ in range(2):  # a second signing still takes what the host signed
+        assert attest_command(tmp_path, folder, "--resign") == 0
+        again = attest._statement(bundle.read_text())["predicate"]
+        assert again == first
+        assert again["raw_records"]
+        assert again["prompts"]
+        assert (folder / "bundles" / "host" / bundle.name).read_bytes() == host
+        assert bundle.read_bytes() != host
+    code, outcome = check(folder)
     assert code == 0, texts(outcome)
-    kept = signed / "bundles" / "host" / "evaluation-source.sigstore.json"
-    assert kept.is_file()
+    code, outcome = check(tmp_path / "image" / "layout", "--require-evaluation", first["run"])
+    assert code == 0, texts(outcome)
+
+
+def test_failed_signing_touches_nothing(
+    release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = release()
+
+    def everything() -> dict[str, bytes]:
+        roots = (folder, tmp_path / "image")
+        return {str(path): path.read_bytes() for root in roots for path in root.rglob("*") if path.is_file()}
+
+    before = everything()
+    for name in ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    assert attest_command(tmp_path, folder, "--resign", "--trust", "public") == 3
+    assert everything() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "code", "said"),
+    [
+        ({"signed_by_host": False}, "", 2, "signs its report first"),
+        ({"raw": False}, "", 2, "no digests of raw records"),
+        ({}, "edit", 2, "is not what its host signed"),
+        ({}, "forge", 3, "no known root vouches"),
+        ({"measured": "sha256:" + "e" * 64}, "", 2, "says nothing about this image"),
+    ],
+)
+def test_report_that_is_not_signed_anew(
+    release: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: Any, change: str, code: int, said: str
+) -> None:
+    folder = release(**options)
+    bundle = folder / "bundles" / "evaluation.sigstore.json"
+    if change == "edit":
+        (folder / "CHANGELOG.md").write_text("better\n")
+    elif change == "forge":
+        data = json.loads(bundle.read_text())
+        data["dsseEnvelope"]["payload"] = data["dsseEnvelope"]["payload"].replace("e", "f", 1)
+        bundle.write_text(json.dumps(data))
+    assert attest_command(tmp_path, folder, "--resign") == code
+    assert said in capsys.readouterr().err
+    assert not (folder / "bundles" / "host").exists()
+
+
+def test_report_of_another_image_is_not_what_a_release_publishes(tmp_path: Path) -> None:
+    from sparkinfer_containers.errors import UsageProblem
+
+    def report(name: str, digest: str, measured: bool) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        engines = [{"name": "sparkinfer", "digest": digest}]
+        container = {"digest": digest, "measured": measured}
+        (folder / "report.json").write_text(json.dumps({"version": "1", "engines": engines, "container": container}))
+        return folder
+
+    report("cpu", "sha256:" + "c" * 64, True)
+    with pytest.raises(UsageProblem, match="cpu measured the image sha256:cc"):
+        attest.find_report(tmp_path, "1", IMAGE)
+    source = report("source", SOURCE, False)
+    with pytest.raises(UsageProblem, match="source measured the source tree"):
+        attest.find_report(tmp_path, "1", IMAGE)
+    assert attest.find_report(tmp_path, "1", IMAGE, SOURCE) == source
+    with pytest.raises(UsageProblem):
+        attest.find_report(tmp_path, "1", IMAGE, "sha256:" + "b" * 64)
+    wanted = report("image", IMAGE, True)
+    assert attest.find_report(tmp_path, "1", IMAGE) == wanted
+    assert attest.find_report(tmp_path, "1", IMAGE, SOURCE) == wanted
+    report("twice", IMAGE, True)
+    with pytest.raises(UsageProblem, match="image, twice"):
+        attest.find_report(tmp_path, "1", IMAGE)
+
+
+@pytest.mark.parametrize("value", [None, 5, True, "x", [], {}, [1, 2], [[]]])
+def test_every_changed_field_of_report_json_is_survived(rendered: Path, tmp_path: Path, check: Any, value: Any) -> None:
+    folder = Path(shutil.copytree(rendered, tmp_path / "report"))
+    report = json.loads((rendered / "report.json").read_text())
+    places: list[tuple[Any, ...]] = [(name,) for name in report]
+    places += [(name, key) for name in report if isinstance(report[name], dict) for key in report[name]]
+    places += [(name, 0, key) for name in ("engines", "models", "checks", "servers") for key in report[name][0]]
+    places += [(name, 0) for name in ("cells", "summary", "ratios", "engines", "models")]
+    for place in places:
+        broken = json.loads(json.dumps(report))
+        parent = broken
+        for key in place[:-1]:
+            parent = parent[key]
+        parent[place[-1]] = value
+        (folder / "report.json").write_text(json.dumps(broken))
+        assert check(folder)[0] in (1, 4), place
+
+
+def test_report_json_that_cannot_be_read(rendered: Path, tmp_path: Path, check: Any) -> None:
+    folder = Path(shutil.copytree(rendered, tmp_path / "report"))
+    text = (folder / "report.json").read_text()
+    deep = "[" * 5000 + "]" * 5000
+    for broken in ("[]", "5", deep, text.replace('"machine": {', f'"machine": {{"x": {deep},', 1)):
+        (folder / "report.json").write_text(broken)
+        code, outcome = check(folder)
+        assert code == 4
+        assert "report.json" in texts(outcome)
+    report = json.loads(text)
+    for name in ("run", "cells"):
+        (folder / "report.json").write_text(json.dumps({key: report[key] for key in report if key != name}))
+        assert check(folder)[0] == 4
 
 
 def test_figures_of_the_image_are_attached_to_the_image(tmp_path: Path, attested: Any, state: Path, check: Any) -> None:

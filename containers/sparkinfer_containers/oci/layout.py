@@ -88,7 +88,10 @@ class Layout:
             images = [item for item in images if item.digest == digest]
         if len(images) != 1:
             found = ", ".join(item.digest for item in images) or "none"
-            raise DigestProblem(f"{self.path}: expected one image manifest, found {found}; name one by @sha256:...")
+            raise DigestProblem(
+                f"{self.path}: expected one image manifest, found {found}: keep one image in a layout, or push it to a "
+                "registry and name it there by HOST/NAME@sha256:..."
+            )
         return images[0]
 
     # The source interface of verification: manifest, blob, referrers.

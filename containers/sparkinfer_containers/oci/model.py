@@ -86,6 +86,8 @@ class Descriptor:
             raise DigestProblem(f"{where}: {error}") from error
         artifact_type = value.get("artifactType")
         annotations = value.get("annotations") or {}
+        if not isinstance(annotations, dict):
+            raise DigestProblem(f"{where}: the annotations of a descriptor are not an object")
         return cls(
             media_type, str(digest), size, artifact_type if isinstance(artifact_type, str) else None, annotations
         )

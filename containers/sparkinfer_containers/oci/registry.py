@@ -99,21 +99,36 @@ class Registry:
         if kind.lower() != "bearer":
             return False
         fields = dict(_CHALLENGE.findall(rest))
-        realm = httpx.URL(fields.get("realm", ""))
+        try:
+            realm = httpx.URL(fields.get("realm", ""))
+        except httpx.InvalidURL as error:
+            raise EnvironmentProblem(
+                f"registry {self.reference.host} names no address to log in at: {error}"
+            ) from error
         if realm.scheme != "https" and realm.host not in _LOOPBACK:
             raise EnvironmentProblem(f"registry {self.reference.host} wants a login at {realm}, which is not HTTPS")
         query = {key: fields[key] for key in ("service", "scope") if key in fields}
-        granted = self._http.get(realm, params=query, auth=basic or httpx.USE_CLIENT_DEFAULT)
-        token = granted.json().get("token") or granted.json().get("access_token") if granted.is_success else None
-        if token:
-            self._http.headers["Authorization"] = f"Bearer {token}"
-        return bool(token)
+        try:
+            granted = self._http.get(realm, params=query, auth=basic or httpx.USE_CLIENT_DEFAULT)
+        except httpx.HTTPError as error:
+            raise EnvironmentProblem(f"the login of registry {self.reference.host} did not answer: {error}") from error
+        if not granted.is_success:
+            return False
+        said = parse_object(granted.content, f"answer of the login at {realm.host}")
+        token = said.get("token") or said.get("access_token")
+        if not isinstance(token, str) or not token.isascii() or not token.isprintable():
+            raise EnvironmentProblem(f"the login of registry {self.reference.host} gave no token")
+        self._http.headers["Authorization"] = f"Bearer {token}"
+        return True
 
     def _expect(self, answer: httpx.Response, what: str, *codes: int) -> httpx.Response:
         if answer.status_code in codes:
             return answer
-        answer.read()
-        text = f"{what}: registry {self.reference.host} answered {answer.status_code}: {answer.text[:300]}"
+        try:
+            body = answer.read()[:300].decode(errors="replace")
+        except httpx.HTTPError as error:
+            body = f"(the connection broke: {error})"
+        text = f"{what}: registry {self.reference.host} answered {answer.status_code}: {body}"
         if answer.status_code == 404:
             raise DigestProblem(text)
         raise EnvironmentProblem(text)
@@ -132,6 +147,8 @@ class Registry:
                 if len(data) > limit:
                     raise DigestProblem(f"{what}: over the limit of {limit} bytes, reading stopped")
             return bytes(data)
+        except httpx.HTTPError as error:
+            raise EnvironmentProblem(f"{what}: the connection broke ({error}): try again") from error
         finally:
             answer.close()
 

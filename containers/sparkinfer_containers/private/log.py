@@ -1,8 +1,9 @@
 """The transparency log: Rekor's v1 API over an append-only file.
 
 `log.jsonl` holds one entry a line; `checkpoint` holds the newest signed checkpoint. At start the tree is recomputed
-and must extend the signed checkpoint: a shortened, reordered or edited file is refused. Entries are DSSE envelopes
-whose signature was checked before they were taken in.
+and must extend the signed checkpoint: a file with an entry removed, reordered or changed is refused. The time beside
+an entry (`integratedTime`) is not part of the tree, as in Rekor: verifiers take the RFC 3161 timestamp. Entries are
+DSSE envelopes whose signature was checked before they were taken in.
 """
 
 from __future__ import annotations
@@ -95,21 +96,25 @@ class TransparencyLog:
         self._entries = self._load()
         self._leaves = [merkle.leaf_hash(entry.body) for entry in self._entries]
         self._refuse_rewrite()
+        if self._partial:  # a write cut off by a crash: never acknowledged, so dropping it rewrites nothing
+            os.truncate(self._file, self._file.stat().st_size - self._partial)
         self._write_checkpoint()
+
+    _partial = 0
+    """Bytes of an unfinished last line: dropped once the lines before it are found to be the signed ones."""
 
     def _load(self) -> list[Entry]:
         if not self._file.exists():
             return []
         raw = self._file.read_bytes()
         complete, _, partial = raw.rpartition(b"\n")
-        if partial:  # a write cut off by a crash: never acknowledged, so dropping it rewrites nothing
-            os.truncate(self._file, len(raw) - len(partial))
+        self._partial = len(partial)
         entries = []
         for number, line in enumerate(complete.splitlines(), 1):
             try:
                 data = json.loads(line)
                 entries.append(Entry(base64.b64decode(data["body"]), int(data["integratedTime"])))
-            except (ValueError, KeyError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{self._file}:{number}: not a log entry ({error}); the log was altered") from error
         return entries
 
@@ -120,15 +125,15 @@ class TransparencyLog:
             return
         note = self._checkpoint_file.read_text(encoding="utf-8")
         head, _, signatures = note.partition("\n\n")
-        signed = base64.b64decode(signatures.split()[-1])[4:]
         try:
+            signed = base64.b64decode(signatures.split()[-1])[4:]
             self._key.public_key().verify(signed, (head + "\n").encode(), ec.ECDSA(hashes.SHA256()))
-        except InvalidSignature:
+            _origin, size_text, root_text = head.splitlines()[:3]
+            size, expected = int(size_text), base64.b64decode(root_text)
+        except (InvalidSignature, ValueError, IndexError):
             raise ConfigError(
-                f"{self._checkpoint_file}: its signature is not this log's; the log was altered"
+                f"{self._checkpoint_file}: its signature is not this log's, or it is damaged; the log was altered"
             ) from None
-        _origin, size_text, root_text = head.splitlines()[:3]
-        size, expected = int(size_text), base64.b64decode(root_text)
         if size > len(self._leaves) or merkle.root(self._leaves[:size]) != expected:
             raise ConfigError(
                 f"{self._file} does not extend the checkpoint over {size} entries signed earlier: the log was "

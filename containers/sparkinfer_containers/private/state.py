@@ -50,7 +50,7 @@ class StateFolder:
     """The folder of one instance. Created with mode 0700; refuses a folder inside a git work tree or open to others."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+        self.path = path.resolve()  # a link into a work tree is found out
         for parent in (self.path, *self.path.parents):
             if (parent / ".git").exists():
                 raise ConfigError(

@@ -22,9 +22,11 @@ HOSTED_BUILDER = "https://github.com/actions/runner/github-hosted"
 
 
 def _claim(found: Verified) -> tuple[str, bytes]:
-    """What must be unique, and its content: one build definition, one SBOM, one evaluation per run."""
+    """What must be unique, and its content: one build definition and builder, one SBOM, one evaluation per run."""
     if found.predicate_type == PROVENANCE:
-        return found.predicate_type, canonical(found.predicate.get("buildDefinition"))
+        details = found.predicate.get("runDetails")
+        builder = details.get("builder") if isinstance(details, dict) else None
+        return found.predicate_type, canonical([found.predicate.get("buildDefinition"), builder])
     if found.predicate_type in (EVALUATION, EVALUATION_SOURCE):
         return f"{found.predicate_type}#{found.predicate.get('run')}", canonical(found.predicate)
     return found.predicate_type, canonical(found.predicate)

@@ -24,6 +24,8 @@ from sparkinfer_containers.trust import TrustRoot
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 RUNNER_ENVIRONMENT = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.11")
+HOSTED_RUNNER = b"\x0c\x0dgithub-hosted"
+"""The extension's value on the CI provider's own machine: a DER UTF8String."""
 _RELEASE_TAG = re.compile(r"[0-9A-Za-z.+-]+\Z")
 
 
@@ -123,21 +125,22 @@ class BundleVerifier:
         if not isinstance(subjects, list) or len(subjects) != 1:
             count = len(subjects) if isinstance(subjects, list) else "no"
             raise SignatureProblem(f"{where}: the statement has {count} subjects, expected exactly one")
-        digest = subjects[0].get("digest", {}).get("sha256") if isinstance(subjects[0], dict) else None
+        digests = subjects[0].get("digest") if isinstance(subjects[0], dict) else None
+        digest = digests.get("sha256") if isinstance(digests, dict) else None
         if digest != bare_sha256(subject_digest):
             raise SignatureProblem(f"{where}: the statement is about sha256:{digest}, not {subject_digest}")
         predicate_type, predicate = statement.get("predicateType"), statement.get("predicate")
-        if predicate_type not in SHORT_NAMES or not isinstance(predicate, dict):
+        if not isinstance(predicate_type, str) or predicate_type not in SHORT_NAMES or not isinstance(predicate, dict):
             raise SignatureProblem(f"{where}: unknown predicate type {predicate_type!r}")
         return Verified(
-            predicate_type=str(predicate_type),
+            predicate_type=predicate_type,
             predicate=predicate,
             subject_name=str(subjects[0].get("name", "")),
             subject_digest=subject_digest,
             identity=", ".join(subject_uris(cert)),
             issuer=self._signer.issuer,
             signed_at=signed_at,
-            hosted_runner=_extension(cert, RUNNER_ENVIRONMENT).endswith(b"github-hosted"),
+            hosted_runner=_extension(cert, RUNNER_ENVIRONMENT) == HOSTED_RUNNER,
         )
 
 

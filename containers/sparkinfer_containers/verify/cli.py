@@ -40,6 +40,12 @@ def _parser() -> argparse.ArgumentParser:
         "--require-public", action="store_true", help="exit 5 unless the public sigstore vouches for it"
     )
     parser.add_argument(
+        "--require-evaluation",
+        dest="evaluation",
+        metavar="RUN",
+        help="exit 4 unless the evaluation of this run is among the statements",
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the outcome as JSON ('-': to stdout alone)"
     )
     return parser
@@ -52,6 +58,8 @@ def _target(text: str) -> Path | Reference:
         if not (folder / "report.json").is_file() and not (folder / "oci-layout").is_file():
             raise UsageProblem(f"{folder} is neither a report folder (report.json) nor an OCI layout (oci-layout)")
         return folder
+    if "@sha256:" not in text and ":" not in text:
+        raise UsageProblem(f"{text} does not exist: name a report folder, an OCI layout, or HOST/NAME@sha256:...")
     reference = Reference.parse(text)
     if reference.digest is None:
         raise UsageProblem(f"{text}: name the image by digest (HOST/NAME@sha256:...); a tag can be moved")
@@ -98,18 +106,31 @@ def _check(args: argparse.Namespace) -> Outcome:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = _parser().parse_args(argv)
+    written = args.json if args.json and str(args.json) != "-" else None
     outcome = Outcome(args.target)
     try:
+        if written and (written.is_dir() or not written.parent.is_dir()):
+            raise UsageProblem(f"--json {written}: a folder, or in a folder that does not exist")
         outcome = _check(args)
+        if args.evaluation and args.evaluation not in outcome.evaluations:
+            listed = ", ".join(outcome.evaluations) or "none"
+            raise DigestProblem(f"--require-evaluation: no evaluation of run {args.evaluation} is attached: {listed}")
     except EnvironmentProblem as error:
         outcome.problem(DigestProblem.exit_code, str(error))  # a part that cannot be fetched is a missing part
     except SparkinferError as error:
         outcome.problem(error.exit_code, str(error))
-    data = json.dumps(outcome.to_json(), indent=1, sort_keys=True) + "\n"
-    if args.json and str(args.json) != "-":
-        args.json.write_text(data, encoding="utf-8")
-    print(data if str(args.json) == "-" else outcome.to_text(), end="" if str(args.json) == "-" else "\n")
+    if written:
+        try:
+            written.write_text(_data(outcome), encoding="utf-8")
+        except OSError as error:
+            outcome.problem(UsageProblem.exit_code, f"--json {written}: {error}")
+    alone = str(args.json) == "-"
+    print(_data(outcome) if alone else outcome.to_text(), end="" if alone else "\n")
     return outcome.exit_code
+
+
+def _data(outcome: Outcome) -> str:
+    return json.dumps(outcome.to_json(), indent=1, sort_keys=True) + "\n"
 
 
 if __name__ == "__main__":

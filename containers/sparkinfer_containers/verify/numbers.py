@@ -14,6 +14,7 @@ from sparkinfer_eval.report.document import to_markdown
 from sparkinfer_eval.report.figures import Figures
 from sparkinfer_eval.report.load import CheckOutput, Measurement, Missing, RunData
 from sparkinfer_eval.report.report_json import build_report
+from sparkinfer_eval.report.run_info import validate
 from sparkinfer_eval.report.summary import headline_figure, model_sections
 
 TOLERANCE = 1e-9
@@ -133,6 +134,9 @@ def count(report: dict[str, Any]) -> int:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """report.json of a report folder; ValueError when it is not JSON."""
+    """report.json of a report folder. Raises ValueError or RecursionError when it is not JSON that can be read, and
+    ConfigError when it does not fit its schema."""
     made: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    validate(made, "report-v1", "report.json")
+    json.dumps(made, indent=1)  # nested deeper than that can be written
     return made

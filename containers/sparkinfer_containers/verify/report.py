@@ -91,7 +91,7 @@ def _check_numbers(folder: Path, report: dict[str, Any], outcome: Outcome) -> No
 
     try:
         found = numbers.differences(folder, report)
-    except (ConfigError, ValueError, KeyError, TypeError, OSError) as error:
+    except (ConfigError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as error:
         outcome.problem(4, f"the figures cannot be derived from requests.parquet: {error}")
         return
     for line in found:
@@ -113,7 +113,7 @@ def verify_report(folder: Path, trust: TrustRoot, verifier: BundleVerifier, outc
     try:
         report = numbers.load(folder)
         digest, source = subject_of(report)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DigestProblem(f"{folder / 'report.json'} is damaged: {error}") from error
     found = _read_bundles(folder, digest, verifier)
     wanted = EVALUATION_SOURCE if source else EVALUATION
