@@ -9,6 +9,7 @@ thousand long requests cheap. Nodes know nothing of pools or eviction: `prefix_c
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Iterator
 
@@ -36,8 +37,8 @@ def extend_hashes(hashes: list[bytes], request: Request, num_blocks: int) -> Non
     tokens = request.tokens(start * KV_BLOCK_TOKENS, num_blocks * KV_BLOCK_TOKENS)
     data = array("I", tokens).tobytes()
     blake2b, step = hashlib.blake2b, len(data) // (num_blocks - start)
-    for offset in range(0, len(data), step):
-        parent = blake2b(parent + data[offset : offset + step]).digest()[:HASH_BYTES]
+    for (block,) in struct.iter_unpack(f"{step}s", data):
+        parent = blake2b(parent + block).digest()[:HASH_BYTES]
         hashes.append(parent)
 
 

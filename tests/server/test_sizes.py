@@ -111,7 +111,8 @@ def test_scheduler_gets_every_policy(config: ModelConfig, model_dir: Path) -> No
     )
     for name in (
         "mixed_chunk", "backlog_chunk", "mixed_max_prompts", "own_pass_tokens", "prefill_chunk", "pack_prefill",
-        "pack_moe", "aging_steps", "checkpoint_interval", "decode_checkpoint_interval", "max_num_seqs", "pack_max_prompts",
+        "pack_moe", "aging_steps", "checkpoint_interval", "decode_checkpoint_interval", "max_num_seqs",
+        "pack_max_prompts",
         "prefill_passes_per_decode", "watermark", "spec_load_limit", "draft_tokens", "branch_min_tokens",
         "attention_cost_tokens",
     ):  # fmt: skip
