@@ -10,6 +10,9 @@ import torch
 
 from sparkinfer_kernels.rms_norm.reference import unweighted_rms_norm
 
+SLICE_TOKENS = 2048
+"""Tokens whose fp32 copies stay in a CPU's cache from operation to operation; two or more such slices go one by one."""
+
 
 def rotary_table(max_positions: int, rot: int, theta: float, device: torch.device) -> torch.Tensor:
     """cos and sin of every position, computed in fp32.
@@ -36,6 +39,18 @@ def qk_norm_rotary(
     Returns:
         [T, h, d] in the dtype of `qk`.
     """
+    if qk.device.type == "cpu" and qk.shape[0] >= 2 * SLICE_TOKENS:
+        out = torch.empty(qk.shape, dtype=qk.dtype)
+        for rows in zip(*(x.split(SLICE_TOKENS) for x in (out, qk, cos, sin)), strict=True):
+            rows[0].copy_(_qk_norm_rotary(rows[1], weight1, rows[2], rows[3], eps))
+        return out
+    return _qk_norm_rotary(qk, weight1, cos, sin, eps)
+
+
+def _qk_norm_rotary(
+    qk: torch.Tensor, weight1: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """`qk_norm_rotary` of one slice."""
     y = unweighted_rms_norm(qk, eps).mul_(weight1)
     half = cos.shape[-1]
     first, second = y[..., :half], y[..., half : 2 * half]
