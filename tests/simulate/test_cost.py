@@ -115,14 +115,15 @@ def test_a_model_survives_its_file(tmp_path: Path) -> None:
     host = Host(0.001, scatter={"ingest": [-0.001, 0.001]})
     weights = [1e-3] * len(PASS_FEATURES), [1e-4] * len(HOST_FEATURES)
     costs = Costs(*weights, host, CONFIG, {"run": "x"}, Host(0.002), {"decode": [0.9, 1.1]}, weights[1])
-    cost.save(costs, tmp_path / "costs.json")
-    assert cost.load(tmp_path / "costs.json") == costs
+    path = tmp_path / "new" / "costs.json"
+    cost.save(costs, path)
+    assert cost.load(path) == costs
     assert "1000 x pass" in costs.describe()
-    document = json.loads((tmp_path / "costs.json").read_text())
+    document = json.loads(path.read_text())
     del document["pass_weights"]["restores"]
-    (tmp_path / "costs.json").write_text(json.dumps(document))
+    path.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match="not a cost model"):
-        cost.load(tmp_path / "costs.json")
+        cost.loadpath
 
 
 class Slow:

@@ -269,6 +269,7 @@ def save(costs: Costs, path: Path) -> None:
     document["pass_weights"] = dict(zip(PASS_FEATURES, costs.pass_weights, strict=True))
     document["host_weights"] = dict(zip(HOST_FEATURES, costs.host_weights, strict=True))
     temporary = path.with_name(path.name + ".tmp")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)
 
