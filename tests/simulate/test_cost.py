@@ -123,7 +123,7 @@ def test_a_model_survives_its_file(tmp_path: Path) -> None:
     del document["pass_weights"]["restores"]
     path.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match="not a cost model"):
-        cost.loadpath
+        cost.load(path)
 
 
 class Slow:
