@@ -232,11 +232,15 @@ def calibrate(
     return observer.found
 
 
+class NotFiniteError(CheckpointError):
+    """The inputs of a layer hold NaN or infinity on the calibration text."""
+
+
 def check_finite(found: Mapping[str, InputStatistics]) -> None:
-    """Raises CheckpointError naming the first module whose inputs held NaN or infinity: its scales would, too."""
+    """Raises NotFiniteError naming the first module whose inputs held NaN or infinity: its scales would, too."""
     for module, one in found.items():
         if not math.isfinite(one.amax) or not bool(torch.isfinite(one.mean_square).all()):
-            raise CheckpointError(
+            raise NotFiniteError(
                 f"{module}: its inputs are NaN or infinite on the calibration text: the weights before it are damaged,"
                 " or too large for the checkpoint's dtype"
             )

@@ -43,6 +43,7 @@ from sparkinfer.models.tensors import Role, language_tensors
 from sparkinfer.quantization import fp8, nvfp4
 from sparkinfer.quantization.calibrate import (
     InputStatistics,
+    NotFiniteError,
     calibrate,
     calibration_text,
     calibration_tokens,
@@ -289,13 +290,19 @@ class Quantizer:
             tokens = calibration_tokens(
                 self.source, calibration_text(list(self.options.calibration)), self.options.calibration_tokens
             )
-            found = calibrate(
-                self.source,
-                self.config,
-                tokens,
-                torch.device(self.options.device),
-                lambda done, layers: self.progress("calibrating", done, layers),
-            )
+            try:
+                found = calibrate(
+                    self.source,
+                    self.config,
+                    tokens,
+                    torch.device(self.options.device),
+                    lambda done, layers: self.progress("calibrating", done, layers),
+                )
+            except NotFiniteError:
+                # A damaged matrix is named before the layer that it feeds.
+                for matrix in self.matrices.values():
+                    self._matrix_amax(matrix)
+                raise
             tensors = {}
             for name, one in found.items():
                 tensors[f"{name}|amax"] = torch.tensor(one.amax)

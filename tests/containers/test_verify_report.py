@@ -325,7 +325,7 @@ def release(attested: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stat
         provenance, sbom = (item["predicate"] for item in about_toy)
         (image / "provenance.json").write_text(json.dumps(provenance))
         (image / "sbom.json").write_text(json.dumps(sbom))
-        record = {"variant": "cpu", "name": "toy", "reference": "example.invalid/toy:1"}
+        record = {"variant": "cpu", "name": "sparkinfer-qwen38", "reference": "example.invalid/toy:1"}
         record |= {"digest": attested.image.digest, "source_digest": SOURCE}
         (image / "image.json").write_text(json.dumps(record))
         return folder
