@@ -156,6 +156,38 @@ def test_changed_table_cell_in_the_text_is_named(signed: Path, check: Any, name:
     assert f"{name}:" in texts(outcome)
 
 
+def _add_row(text: str) -> str:
+    row = next(line for line in text.splitlines() if line.startswith("| 1 chat"))
+    return text.replace(row, f"{row}\n{row.replace('sparkinfer', 'other')}", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("CHANGELOG.md", _add_row, "do not give its line | 1 chat: other"),
+        ("CHANGELOG.md", lambda text: re.sub(r"(?m)^Chat: \d+", "Chat: 9", text, count=1), "Chat: 9"),
+        ("CHANGELOG.md", lambda text: re.sub(r"(?m)^(\| pack_ckpt_check .*?)\d", r"\g<1>x", text), "pack_ckpt_check"),
+        ("RELEASE_NOTE.md", _add_row, "do not give its line | 1 chat: other"),
+        (
+            "RELEASE_NOTE.md",
+            lambda text: re.sub(r"(Per-token latency .*?: \S+ \S+ )\d", r"\g<1>9", text, count=1),
+            "Per-token latency",
+        ),
+        ("RELEASE_NOTE.md", lambda text: text.replace(": passed", ": FAILED", 1), "FAILED"),
+        ("RELEASE_NOTE.md", lambda text: re.sub(r"(In figures: .*)\d\.", r"\g<1>x.", text, count=1), "headline"),
+    ],
+)
+def test_changed_line_of_the_text_is_named(rendered: Path, tmp_path: Path, check: Any, name, change, said) -> None:
+    folder = Path(shutil.copytree(rendered, tmp_path / "report"))
+    text = (folder / name).read_text()
+    assert change(text) != text
+    (folder / name).write_text(change(text))
+    code, outcome = check(folder)
+    assert code == 1
+    assert f"{name}: " in texts(outcome)
+    assert said in texts(outcome)
+
+
 def test_flipped_byte_in_the_raw_records(signed: Path, check: Any) -> None:
     path = signed / "requests.parquet"
     data = bytearray(path.read_bytes())

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sparkinfer_eval import parquet
 from sparkinfer_eval.records import RawResult, Record
-from sparkinfer_eval.report.document import to_markdown
+from sparkinfer_eval.report.document import Block, to_markdown
 from sparkinfer_eval.report.figures import Figures
 from sparkinfer_eval.report.load import CheckOutput, Measurement, Missing, RunData
+from sparkinfer_eval.report.release_note import checks_sentence, measured
 from sparkinfer_eval.report.report_json import build_report
 from sparkinfer_eval.report.run_info import validate
-from sparkinfer_eval.report.summary import headline_figure, model_sections
+from sparkinfer_eval.report.summary import checks_section, gates_section, headline_figure, model_sections
+from sparkinfer_eval.report.text import split_cell
 
 TOLERANCE = 1e-9
 """Relative; the derivation is the same code on the same integers, so anything larger is a changed number."""
@@ -53,7 +57,9 @@ def rebuild(folder: Path, report: dict[str, Any]) -> Figures:
     """The run as its request records tell it; names, labels and reasons are taken from `report`."""
     measurements = _measurements(folder / "requests.parquet", report)
     # Asked for and measured, or asked for and missing: tables have rows for both.
-    order = {row["cell"]: None for row in [*report["cells"], *report["missing"]]}
+    named = list(dict.fromkeys(row["cell"] for row in [*report["cells"], *report["missing"]]))
+    shapes = list(dict.fromkeys(split_cell(cell)[0] for cell in named))
+    order = dict.fromkeys(sorted(named, key=lambda cell: (shapes.index(split_cell(cell)[0]), split_cell(cell)[1])))
     info = {
         **{name: report[name] for name in ("run", "version", "profile", "scale", "blocks", "reps", "engines")},
         **{name: report[name] for name in ("models", "machine", "source", "packages", "container")},
@@ -100,17 +106,42 @@ def _compare(name: str, published: list[dict[str, Any]], derived: list[dict[str,
     return found
 
 
+def _lines(blocks: Sequence[Block]) -> list[str]:
+    return [line for line in to_markdown(list(blocks)).splitlines() if line]
+
+
+def _between(text: str, begin: str, end: str) -> list[str]:
+    """Lines with text after the line `begin` and before the line `end`, or to the last one."""
+    lines = text.splitlines()
+    first = lines.index(begin) + 1 if begin in lines else 0
+    last = lines.index(end, first) if end in lines[first:] else len(lines)
+    return [line for line in lines[first:last] if line]
+
+
+def _differing(name: str, published: list[str], derived: list[str]) -> list[str]:
+    """Lines that only one of both has, and rows that stand elsewhere."""
+    said, is_so = Counter(published), Counter(derived)
+    found = [f"{name}: the records give the line {line}, which is not in it" for line in (is_so - said).elements()]
+    found += [f"{name}: the records do not give its line {line}" for line in (said - is_so).elements()]
+    if not found and published != derived:
+        found.append(f"{name}: its lines stand in another order than the records give")
+    return found
+
+
 def _text_lines(name: str, text: str, figures: Figures) -> list[str]:
-    """Lines with figures in CHANGELOG.md and RELEASE_NOTE.md that the records do not give."""
-    sections = "\n".join(to_markdown(model_sections(figures, model)) for model in figures.models())
-    derived = {line for line in sections.splitlines() if line.startswith("|")}
+    """Lines with figures in CHANGELOG.md and RELEASE_NOTE.md that the records and checks do not give.
+
+    Every line of the models' sections and of the checks is derived anew. Not derived are the head (machine, versions),
+    the counts of validity gates and times of starts, which the records do not hold, and what the note says of changes.
+    """
     if name == "CHANGELOG.md":
-        present = set(text.splitlines())
-        return [f"{name}: the records give the row {line}, which is not in it" for line in sorted(derived - present)]
-    start, _, _ = text.partition("## What changed")
-    rows = {line for line in start.splitlines() if line.startswith("|")}
-    found = [f"{name}: the records do not give its row {line}" for line in sorted(rows - derived)]
-    if headline_figure(figures) not in text:
+        sections = [block for model in figures.models() for block in model_sections(figures, model)]
+        derived = _lines([*sections, *checks_section(figures)])
+        return _differing(name, _between(text, derived[0], _lines(gates_section(figures))[0]), derived[1:])
+    head, tools, *derived = _lines([*measured(figures), checks_sentence(figures)])
+    del tools  # The load generators and the machine, as in the head of CHANGELOG.md.
+    found = _differing(name, _between(text, head, "## What changed")[1:], derived)
+    if f"In figures: {headline_figure(figures)}." not in text.splitlines():
         found.append(f"{name}: the headline figure should be: {headline_figure(figures)}")
     return found
 

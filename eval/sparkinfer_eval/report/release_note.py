@@ -29,7 +29,7 @@ def _title(figures: Figures, fragments: list[Fragment]) -> str:
     return f"v{figures.run.info['version']} — {lead or headline_figure(figures)}"
 
 
-def _measured(figures: Figures) -> list[Block]:
+def measured(figures: Figures) -> list[Block]:
     """The seeds' two tables for every model: TTFT with throughput at chat, and all cells' throughput."""
     info = figures.run.info
     engines = "; ".join(e["label"] + (f" ({e['note']})" if e.get("note") else "") for e in figures.run.engines)
@@ -68,7 +68,7 @@ def _per_token(figures: Figures, model: str, cells: list[str]) -> str:
     return f"Per-token latency (ITL p50, ms) at {levels} chats: {'; '.join(parts)}."
 
 
-def _checks(figures: Figures) -> Paragraph:
+def checks_sentence(figures: Figures) -> Paragraph:
     """One sentence per check and model; the table is in CHANGELOG.md."""
     words = {True: "passed", False: "FAILED"}
     parts = []
@@ -98,8 +98,8 @@ def release_note(figures: Figures, fragments: list[Fragment], history: History) 
     blocks: list[Block] = [
         Heading(1, _title(figures, fragments)),
         Paragraph(f"In figures: {headline_figure(figures)}."),
-        *_measured(figures),
-        _checks(figures),
+        *measured(figures),
+        checks_sentence(figures),
         Heading(2, "What changed"),
         Bullets([f.sentence() for f in fragments])
         if fragments
