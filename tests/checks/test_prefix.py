@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from sparkinfer_eval import prefix_check
@@ -13,11 +14,14 @@ from sparkinfer.scheduling.invariants import IntegrityError
 from sparkinfer.scheduling.prefix_cache import PrefixCache
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Checkpoint
 
+TRAINED = Path(__file__).parents[2] / "models" / "spark-tiny-dense"
 
-@pytest.mark.parametrize(("name", "dtype"), [("dense", "float32"), ("moe", "float32"), ("dense", "bfloat16")])
+
+@pytest.mark.parametrize(("name", "dtype"), [("dense", "float32"), ("moe", "float32"), ("trained", "bfloat16")])
 def test_warm_equals_cold(models, tmp_path, name, dtype, capsys):
     out = tmp_path / "check.json"
-    code = prefix_check.main([str(models / name), "--dtype", dtype, "--json", str(out)])
+    folder = TRAINED if name == "trained" else models / name
+    code = prefix_check.main([str(folder), "--dtype", dtype, "--json", str(out)])
     printed = capsys.readouterr().out
     assert code == 0, "\n".join(line for line in printed.splitlines() if "DIFFERS" in line)
     document = json.loads(out.read_text())

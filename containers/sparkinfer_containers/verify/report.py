@@ -98,8 +98,8 @@ def _check_numbers(folder: Path, report: dict[str, Any], outcome: Outcome) -> No
         outcome.problem(1, line)
     if not found:
         outcome.proved.append(
-            f"all {numbers.count(report)} figures of report.json, and every line of the models' sections of CHANGELOG.md "
-            "and RELEASE_NOTE.md, follow from requests.parquet; their lines on checks repeat report.json"
+            f"all {numbers.count(report)} figures of report.json, and every line of the models' sections of "
+            "CHANGELOG.md and RELEASE_NOTE.md, follow from requests.parquet; their lines on checks repeat report.json"
         )
         outcome.not_proved.append(
             "machine, versions, outputs of checks, validity gates and times of starts: recorded, not derived anew"
