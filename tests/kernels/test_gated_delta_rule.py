@@ -109,7 +109,8 @@ def test_bfloat16_values_are_near_the_recurrence(starts, lengths, cuts, repeat_k
     # Three sequences read their states in bfloat16 too, one in fp32.
     assert (len(starts) * HV >= BFLOAT16_FROM) == (len(starts) == 3)
     chunks = sum(map(num_chunks, starts, lengths))
-    assert chunks >= 2 * len(starts) and chunks * HV >= BFLOAT16_PARTS_FROM
+    assert chunks >= 2 * len(starts)
+    assert chunks * HV >= BFLOAT16_PARTS_FROM
     qk, v, g, beta = inputs(sum(lengths), 3, repeat_keys)
     v = v.bfloat16()
     state = torch.randn(len(starts), HV, DK, DV, generator=torch.Generator().manual_seed(4))
