@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sparkinfer_kernels.gated_delta_rule.reference import (
     BFLOAT16_FROM,
+    BFLOAT16_PARTS_FROM,
     CHUNK,
     chunk_gated_delta_rule,
     chunk_layout,
@@ -99,17 +102,24 @@ def test_chunked_equals_recurrence(assert_close, shares, seed, repeat_keys):
 
 
 @pytest.mark.parametrize("repeat_keys", [False, True])
-def test_bfloat16_values_are_near_the_recurrence(repeat_keys):
-    starts, lengths, cuts = [0, 7, 0], [300, 200, 37], [[128, 290], [], [16]]
-    assert len(starts) * HV >= BFLOAT16_FROM
-    assert sum(map(num_chunks, starts, lengths)) >= 2 * len(starts)
+@pytest.mark.parametrize(
+    ("starts", "lengths", "cuts"), [([0, 7, 0], [300, 200, 37], [[128, 290], [], [16]]), ([7], [300], [[128, 290]])]
+)
+def test_bfloat16_values_are_near_the_recurrence(starts, lengths, cuts, repeat_keys):
+    # Three sequences read their states in bfloat16 too, one in fp32.
+    assert (len(starts) * HV >= BFLOAT16_FROM) == (len(starts) == 3)
+    chunks = sum(map(num_chunks, starts, lengths))
+    assert chunks >= 2 * len(starts)
+    assert chunks * HV >= BFLOAT16_PARTS_FROM
     qk, v, g, beta = inputs(sum(lengths), 3, repeat_keys)
     v = v.bfloat16()
-    state = torch.randn(3, HV, DK, DV, generator=torch.Generator().manual_seed(4))
+    state = torch.randn(len(starts), HV, DK, DV, generator=torch.Generator().manual_seed(4))
     before = state.clone()
-    saved = [torch.empty(HV, DK, DV) for _ in range(3)]
+    saved = [torch.empty(HV, DK, DV) for _ in itertools.chain(*cuts)]
     layout = chunk_layout(starts, lengths, cuts, torch.device("cpu"))
+    in_fp32 = chunk_gated_delta_rule(qk, v.float(), g, beta, before.clone(), layout, saved)
     out = chunk_gated_delta_rule(qk, v, g, beta, state, layout, saved)
+    assert not torch.equal(out, in_fp32)
     first, save = 0, iter(saved)
     for row, (start, length, positions) in enumerate(zip(starts, lengths, cuts, strict=True)):
         part = slice(first, first + length)

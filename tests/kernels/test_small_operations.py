@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -55,6 +57,17 @@ def test_rotary_turns_pairs_by_position_times_frequency(assert_close):
             expected[t, :, i] = a * angle.cos() - b * angle.sin()
             expected[t, :, i + rot // 2] = b * angle.cos() + a * angle.sin()
     assert_close("rotary", got, expected, 2e-5)
+
+
+def test_rotary_of_a_long_pack_is_that_of_its_parts():
+    total, cut = 2 * rotary.SLICE_TOKENS + 5, 1000
+    qk = torch.randn(total, 3, 16).bfloat16()
+    table = rotary.rotary_table(total, 8, 1e4, torch.device("cpu"))
+    cos, sin = table.flip(0).unsqueeze(2).unbind(1)
+    weight1 = torch.rand(3, 16) + 0.5
+    edges = [*range(0, total, cut), total]
+    parts = [rotary.qk_norm_rotary(qk[a:b], weight1, cos[a:b], sin[a:b], 1e-6) for a, b in itertools.pairwise(edges)]
+    assert torch.equal(rotary.qk_norm_rotary(qk, weight1, cos, sin, 1e-6), torch.cat(parts))
 
 
 @settings(max_examples=25, **QUIET)
