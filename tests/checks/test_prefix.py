@@ -131,7 +131,9 @@ def test_a_cache_that_never_hits_is_no_pass(models, monkeypatch, capsys):
     assert prefix_check.main([str(models / "dense"), "--dtype", "float32"]) == 1
     differing = [line for line in capsys.readouterr().out.splitlines() if "DIFFERS" in line]
     assert differing
-    assert all("cache" in line for line in differing)
+    # Not one answer differs: a restore that is to be interrupted never comes, and says so.
+    others = [line for line in differing if "cache" not in line]
+    assert all("interrupt" in line or "restor" in line for line in others), others
 
 
 def test_bad_input(models, tmp_path, capsys):
