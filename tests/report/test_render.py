@@ -361,6 +361,8 @@ def test_commands_hold_no_path_of_this_machine(raw_run, tmp_path, changes, monke
          "from the source tree, not the shipped image"),
         ({"reference": "example.org/s:0.1.0", "digest": "sha256:" + "a" * 64, "measured": True, "attested": True},
          "attested)."),
+        ({"reference": "example.org/s:0.1.0", "digest": "sha256:" + "a" * 64, "measured": True, "attested": True,
+          "source_digest": "sha256:" + "b" * 64}, "from the source tree, `sha256:" + "b" * 64 + "`."),
     ],
 )  # fmt: skip
 def test_container_line(raw_run, render, container, line):

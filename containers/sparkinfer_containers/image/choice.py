@@ -40,7 +40,8 @@ class Choice:
         if self.record is None or self.digest is None:
             return {"measured": False, "reason": self.reason}
         made = json.loads(Path(self.record).read_text(encoding="utf-8"))
-        return {"reference": made["reference"], "digest": made["digest"], "measured": True, "attested": True}
+        shown = {name: made[name] for name in ("reference", "digest", "source_digest")}
+        return {**shown, "measured": True, "attested": True}
 
 
 def image_key(repository: Path, recipe: Recipe) -> tuple[str, str]:

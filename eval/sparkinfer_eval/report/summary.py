@@ -81,6 +81,8 @@ def container_sentence(info: dict[str, Any]) -> str:
     line += "attested)." if container.get("attested") else "not attested)."
     if not container["measured"]:
         line += " The figures are from the source tree, not the shipped image."
+    elif "source_digest" in container:
+        line += f" The correctness checks ran the same engine from the source tree, `{container['source_digest']}`."
     return line
 
 
