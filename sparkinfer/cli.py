@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import sparkinfer
 from sparkinfer.errors import ConfigError, SparkinferError
-from sparkinfer.settings import Settings, default_text, env_name, flag_name, resolve
+from sparkinfer.settings import Settings, default_text, flag_name, resolve
+from sparkinfer.settings_check import env_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")

@@ -24,7 +24,8 @@ from sparkinfer.runner.memory import MIB, MemoryPlan
 from sparkinfer.runner.model_runner import ModelRunner
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, SamplingParams
-from sparkinfer.settings import Settings, default_threads
+from sparkinfer.settings import Settings
+from sparkinfer.settings_check import default_threads
 
 log = logging.getLogger("sparkinfer.engine")
 

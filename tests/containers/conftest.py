@@ -29,6 +29,8 @@ from sparkinfer_containers.sign import sign
 from sparkinfer_containers.trust import credentials
 from sparkinfer_containers.verify.cli import main
 
+from .report_parts import check, raw_results, rendered, signed, signed_master  # noqa: F401  fixtures of reports
+
 OWNER = "https://github.com/example"
 CLAIMS = {
     "source_owner": OWNER,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 import shutil
@@ -16,73 +15,8 @@ from sparkinfer_containers import attest, statements
 from sparkinfer_containers.trust import credentials
 from sparkinfer_containers.verify.cli import main
 from sparkinfer_eval import parquet
-from sparkinfer_eval.report.writer import write_report
 
-ROOT = Path(__file__).parents[2]
-IMAGE = "sha256:" + "e" * 64
-SOURCE = "sha256:" + "5" * 64
-
-
-def raw_run_class() -> Any:
-    """The generator of raw results that the report's own tests use."""
-    spec = importlib.util.spec_from_file_location("report_conftest", ROOT / "tests" / "report" / "conftest.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.RawRun
-
-
-@pytest.fixture(scope="module")
-def raw_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = raw_run_class()(tmp_path_factory.mktemp("raw"), blocks=2)
-    return Path(run.write().folder)
-
-
-def render(raw: Path, target: Path) -> Path:
-    changes = target.parent / "changes"
-    changes.mkdir(exist_ok=True)
-    write_report(raw, target, ROOT, changes)
-    return target
-
-
-@pytest.fixture(scope="module")
-def rendered(raw_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return render(raw_results, tmp_path_factory.mktemp("report") / "report")
-
-
-@pytest.fixture(scope="module")
-def signed_master(rendered: Path, raw_results: Path, state: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = Path(shutil.copytree(rendered, tmp_path_factory.mktemp("signed") / "report"))
-    with credentials("private", state=state) as held:
-        attest.sign_report(folder, attest.evaluation(folder, raw_results), held)
-    return folder
-
-
-@pytest.fixture
-def signed(signed_master: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(signed_master, tmp_path / "report"))
-
-
-@pytest.fixture
-def check(trusted_root: Path, tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """Runs sparkinfer-verify on a folder; exit code and outcome."""
-
-    def run(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
-        report = tmp_path / "outcome.json"
-        code = main([str(folder), "--trusted-root", str(trusted_root), "--json", str(report), *options])
-        outcome = json.loads(report.read_text())
-        assert outcome["exit_code"] == code
-        if code:
-            assert outcome["proved"] == []
-            assert outcome["level"] == "none"
-        return code, outcome
-
-    return run
-
-
-def texts(outcome: dict[str, Any]) -> str:
-    return "\n".join(problem["text"] for problem in outcome["problems"])
+from .report_parts import IMAGE, raw_run_class, render, texts
 
 
 def test_untouched_report_verifies(signed: Path, check: Any) -> None:
@@ -328,141 +262,6 @@ def test_a_report_is_signed_once(signed: Path, raw_results: Path, state: Path) -
         with pytest.raises(UsageProblem, match="signed once"):
             attest.sign_report(signed, made, held)
     assert bundle.read_bytes() == before
-
-
-@pytest.fixture
-def release(attested: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: Path) -> Callable[..., Path]:
-    """Writes what `attest` works on: an image folder and a checkout with a report (`image`, signed by its host)."""
-
-    def write(measured: str | None = None, signed_by_host: bool = True, raw: bool = True) -> Path:
-        digest = measured or attested.image.digest
-        container = {"reference": "example.invalid/toy:1", "digest": digest, "measured": True}
-        run = raw_run_class()(tmp_path, container=container)
-        info = run.info
-        for engine in info["engines"]:
-            if engine["name"] == "sparkinfer":
-                engine["digest"] = digest
-        run.write()
-        (run.folder / "run.json").write_text(json.dumps(info))
-        for path in run.folder.glob("b*/sparkinfer/*/*/r*/result.json"):
-            path.write_text(json.dumps({**json.loads(path.read_text()), "engine_digest": digest}))
-        (tmp_path / "checkout" / "reports").mkdir(parents=True)
-        folder = render(run.folder, tmp_path / "checkout" / "reports" / "run")
-        if signed_by_host:
-            with credentials("private", state=state) as held:
-                attest.sign_report(folder, attest.evaluation(folder, run.folder if raw else None), held)
-        image = tmp_path / "image"
-        image.mkdir()
-        attested.layout.path.rename(image / "layout")
-        provenance, sbom = (item["predicate"] for item in about_toy)
-        (image / "provenance.json").write_text(json.dumps(provenance))
-        (image / "sbom.json").write_text(json.dumps(sbom))
-        record = {"variant": "cpu", "name": "sparkinfer-qwen38", "reference": "example.invalid/toy:1"}
-        record |= {"digest": attested.image.digest, "source_digest": SOURCE}
-        (image / "image.json").write_text(json.dumps(record))
-        return folder
-
-    from .conftest import toy_statements
-
-    about_toy = toy_statements(attested.image.digest)
-    monkeypatch.setenv("ATTEST_STATE", str(state))
-    return write
-
-
-def attest_command(tmp_path: Path, folder: Path, *options: str) -> int:
-    from sparkinfer_containers import cli
-
-    return cli.main(["attest", str(tmp_path / "image"), "--report", str(folder), *options])
-
-
-def test_publishing_signs_a_hosts_report_anew(release: Any, tmp_path: Path, check: Any) -> None:
-    """As the workflow calls it. It has no raw results: their digests are those that the measuring host signed."""
-    folder = release()
-    bundle = folder / "bundles" / "evaluation.sigstore.json"
-    host = bundle.read_bytes()
-    first = attest._statement(bundle.read_text())["predicate"]
-    for _ in range(2):  # a second signing still takes what the host signed
-        assert attest_command(tmp_path, folder, "--resign") == 0
-        again = attest._statement(bundle.read_text())["predicate"]
-        assert again == first
-        assert again["raw_records"]
-        assert again["prompts"]
-        assert (folder / "bundles" / "host" / bundle.name).read_bytes() == host
-        assert bundle.read_bytes() != host
-    code, outcome = check(folder)
-    assert code == 0, texts(outcome)
-    code, outcome = check(tmp_path / "image" / "layout", "--require-evaluation", first["run"])
-    assert code == 0, texts(outcome)
-
-
-def test_failed_signing_touches_nothing(
-    release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = release()
-
-    def everything() -> dict[str, bytes]:
-        roots = (folder, tmp_path / "image")
-        return {str(path): path.read_bytes() for root in roots for path in root.rglob("*") if path.is_file()}
-
-    before = everything()
-    for name in ("GITHUB_ACTIONS", "ACTIONS_ID_TOKEN_REQUEST_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    assert attest_command(tmp_path, folder, "--resign", "--trust", "public") == 3
-    assert everything() == before
-
-
-@pytest.mark.parametrize(
-    ("options", "change", "code", "said"),
-    [
-        ({"signed_by_host": False}, "", 2, "signs its report first"),
-        ({"raw": False}, "", 2, "no digests of raw records"),
-        ({}, "edit", 2, "is not what its host signed"),
-        ({}, "forge", 3, "no known root vouches"),
-        ({"measured": "sha256:" + "e" * 64}, "", 2, "says nothing about this image"),
-    ],
-)
-def test_report_that_is_not_signed_anew(
-    release: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: Any, change: str, code: int, said: str
-) -> None:
-    folder = release(**options)
-    bundle = folder / "bundles" / "evaluation.sigstore.json"
-    if change == "edit":
-        (folder / "CHANGELOG.md").write_text("better\n")
-    elif change == "forge":
-        data = json.loads(bundle.read_text())
-        data["dsseEnvelope"]["payload"] = data["dsseEnvelope"]["payload"].replace("e", "f", 1)
-        bundle.write_text(json.dumps(data))
-    assert attest_command(tmp_path, folder, "--resign") == code
-    assert said in capsys.readouterr().err
-    assert not (folder / "bundles" / "host").exists()
-
-
-def test_report_of_another_image_is_not_what_a_release_publishes(tmp_path: Path) -> None:
-    from sparkinfer_containers.errors import UsageProblem
-
-    def report(name: str, digest: str, measured: bool) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        engines = [{"name": "sparkinfer", "digest": digest}]
-        container = {"digest": digest, "measured": measured}
-        (folder / "report.json").write_text(json.dumps({"version": "1", "engines": engines, "container": container}))
-        return folder
-
-    report("cpu", "sha256:" + "c" * 64, True)
-    with pytest.raises(UsageProblem, match="cpu measured the image sha256:cc"):
-        attest.find_report(tmp_path, "1", IMAGE)
-    source = report("source", SOURCE, False)
-    with pytest.raises(UsageProblem, match="source measured the source tree"):
-        attest.find_report(tmp_path, "1", IMAGE)
-    assert attest.find_report(tmp_path, "1", IMAGE, SOURCE) == source
-    with pytest.raises(UsageProblem):
-        attest.find_report(tmp_path, "1", IMAGE, "sha256:" + "b" * 64)
-    wanted = report("image", IMAGE, True)
-    assert attest.find_report(tmp_path, "1", IMAGE) == wanted
-    assert attest.find_report(tmp_path, "1", IMAGE, SOURCE) == wanted
-    report("twice", IMAGE, True)
-    with pytest.raises(UsageProblem, match="image, twice"):
-        attest.find_report(tmp_path, "1", IMAGE)
 
 
 @pytest.mark.parametrize("value", [None, 5, True, "x", [], {}, [1, 2], [[]]])

@@ -113,3 +113,14 @@ def start_echo(model_dir: Path, log: Path, script: str = "{}", flags: tuple[str,
     command = [str(SCRIPTED), "serve", str(model_dir), "--port", "0", *flags]
     with start(command, log, SCRIPT=script) as running:
         yield running
+
+
+def wait_idle(server: Running, seconds: float = 10.0) -> dict[str, float]:
+    """Metrics once no request is left."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        metrics = server.metrics()
+        if metrics["sparkinfer_running"] == metrics["sparkinfer_waiting"] == metrics["sparkinfer_slots_used"] == 0:
+            return metrics
+        time.sleep(0.05)
+    raise AssertionError(f"requests are left: {metrics}")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sparkinfer.errors import EnvironmentProblem
 from sparkinfer.identity import json_digest
-from sparkinfer.settings import default_threads
+from sparkinfer.settings_check import default_threads
 from sparkinfer_eval.lease import process
 from sparkinfer_eval.lease.process import ProcessId
 from sparkinfer_eval.lease.ready import ask_version, vocabulary_size, wait_ready, warm_up
