@@ -155,7 +155,10 @@ def differences(folder: Path, report: dict[str, Any]) -> list[str]:
     derived = build_report(figures)
     found = [line for name in TABLES for line in _compare(name, report[name], derived[name])]
     for name in ("CHANGELOG.md", "RELEASE_NOTE.md"):
-        found += _text_lines(name, (folder / name).read_text(encoding="utf-8"), figures)
+        try:
+            found += _text_lines(name, (folder / name).read_text(encoding="utf-8"), figures)
+        except StopIteration:
+            raise ValueError("report.json lists no model or engine of a name that its rows or checks give") from None
     return found
 
 
