@@ -127,7 +127,7 @@ def test_port_in_use_is_said_before_loading(model_dir: Path) -> None:
     [
         ((), {"SPARKINFER_MAX_QUEU": "5"}, "did you mean SPARKINFER_MAX_QUEUE?"),
         ((), {"SPARKINFER_MAX_QUEUE": "many"}, "SPARKINFER_MAX_QUEUE: 'many' is not a whole number"),
-        (("--mixed-chunk", "5"), {}, "below one KV block"),
+        (("--mixed-chunk", "5"), {}, "SPARKINFER_MIXED_CHUNK=5 is below 64 tokens"),
         (("--draft-model", "x"), {}, "not in this release"),
         (("--port", "70000"), {}, "65535"),
         (("--max-model-len", "4096"), {}, "2048"),
