@@ -128,9 +128,11 @@ def _attest(args: argparse.Namespace) -> int:
 
 def _evaluation(args: argparse.Namespace, record: dict[str, Any], digest: str) -> dict[str, Any]:
     """The evaluation statement to sign with an image: about it, or with --source-report about its source tree."""
-    roots = [*sorted((args.repository / "containers" / "trusted_roots").glob("*.json"))]
-    own = default_folder() / "trusted_root.json"
-    earlier = attest.host_evaluation(args.report, [*roots, *([own] if own.is_file() else [])]) if args.resign else None
+    earlier = None
+    if args.resign:
+        known = sorted((args.repository / "containers" / "trusted_roots").glob("*.json"))
+        own = default_folder() / "trusted_root.json"
+        earlier = attest.host_evaluation(args.report, [*known, *([own] if own.is_file() else [])])
     made = attest.evaluation(args.report, args.raw, earlier)
     accepted = {digest, record["source_digest"]} if args.source_report else {digest}
     if attest.subject_digest(made) not in accepted:

@@ -165,8 +165,7 @@ class PrefixCache:
             self._snapshot_heap.push(node)
         elif node.pins == 0:
             self.orphans.remove(node)
-            self.snapshots.release(node.snapshot)
-            node.snapshot = -1
+            self._free_snapshot(node)
 
     def _reference(self, node: PrefixNode) -> None:
         if node.refs == 0:
@@ -321,9 +320,12 @@ class PrefixCache:
         self.counters.evictions += 1 + before - self.index.num_blocks
         return True
 
-    def _take_snapshot(self, node: PrefixNode) -> None:
+    def _free_snapshot(self, node: PrefixNode) -> None:
         self.snapshots.release(node.snapshot)
         node.snapshot = -1
+
+    def _take_snapshot(self, node: PrefixNode) -> None:
+        self._free_snapshot(node)
         self.index.version += 1
         if node.refs == 0:
             self._prune(node)
@@ -346,8 +348,7 @@ class PrefixCache:
             order.extend(node.children)
         for node in reversed(order):
             if node.snapshot >= 0:
-                self.snapshots.release(node.snapshot)
-                node.snapshot = -1
+                self._free_snapshot(node)
                 self.counters.evictions += 1
             self._remove(node)
         if top.parent is not None and top.parent.refs == 0:
@@ -377,8 +378,7 @@ class PrefixCache:
             if node.pins:
                 self.orphans.append(node)
             elif node.snapshot >= 0:
-                self.snapshots.release(node.snapshot)
-                node.snapshot = -1
+                self._free_snapshot(node)
             self._remove(node)
         return blocks, snapshots
 
