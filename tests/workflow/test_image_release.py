@@ -54,7 +54,8 @@ def test_image_is_built_before_the_run_is_planned(clone: Path) -> None:
     record = re.search(r"results/images/cpu-[0-9a-f]{12}/image\.json", text)
     assert record is not None
     (clone / record[0]).parent.mkdir(parents=True)
-    (clone / record[0]).write_text(json.dumps({"digest": DIGEST, "reference": "example.invalid/x:1"}))
+    made = {"digest": DIGEST, "source_digest": DIGEST, "reference": "example.invalid/x:1"}
+    (clone / record[0]).write_text(json.dumps(made))
     text = dry_run(clone, "release")
     assert f"engine of release: the image {DIGEST}" in text
     jobs = rules(text)
