@@ -19,6 +19,8 @@ from sparkinfer.identity import engine_digest, model_digest
 
 SCHEMA = "sparkinfer/check/v1"
 PASS, DIFFERENCE, BAD_INPUT, ENVIRONMENT, NOT_APPLICABLE = range(5)
+AT_LEAST = "(at least)"
+"""Ends the name of a row whose value must not stay below its limit."""
 
 
 class NotApplicable(SparkinferError):

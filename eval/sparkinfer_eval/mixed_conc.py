@@ -36,7 +36,7 @@ from sparkinfer.runner.memory import resolve_dtype
 
 from . import launch
 from .agreement import Agreement, Answer, Top, compare, differences, excused, worst
-from .check_program import CheckRow, NotApplicable, parser, run
+from .check_program import AT_LEAST, CheckRow, NotApplicable, parser, run
 from .corpus import TEXTS, read_text
 from .prompts import ChatCounter
 from .server_probe import prefix_hits
@@ -290,11 +290,11 @@ def rows_of(off: Launched, on: Launched, tolerance: Tolerance, wanted: Least) ->
         value = quantile(values, share)
         rows.append(CheckRow(f"{share:.1%} of {len(values)} logprob differences", value, limit, value <= limit))
     steps = on.mixed_steps
-    rows.append(CheckRow("mixing on: mixed steps (at least)", steps, wanted.mixed_steps, steps >= wanted.mixed_steps))
+    rows.append(CheckRow(f"mixing on: mixed steps {AT_LEAST}", steps, wanted.mixed_steps, steps >= wanted.mixed_steps))
     rows.append(CheckRow("mixing off: mixed steps", off.mixed_steps, 0, off.mixed_steps == 0))
     for name, one in (("on", on), ("off", off)):
         enough = one.cached >= wanted.cached
-        rows.append(CheckRow(f"mixing {name}: cached tokens (at least)", one.cached, wanted.cached, enough))
+        rows.append(CheckRow(f"mixing {name}: cached tokens {AT_LEAST}", one.cached, wanted.cached, enough))
     return rows
 
 

@@ -21,7 +21,7 @@ from sparkinfer.scheduling.invariants import IntegrityError
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, Row, SamplingParams, StepPlan
 
 from .agreement import compare, excused, worst
-from .check_program import CheckRow, NotApplicable, parser, run
+from .check_program import AT_LEAST, CheckRow, NotApplicable, parser, run
 from .pack_ckpt import LIMITS, relative_difference
 from .prefix_bench import HOST_BLOCKS, Bench, Result, Session
 
@@ -76,7 +76,7 @@ class Judge:
 
     def at_least(self, name: str, value: float, limit: float) -> None:
         """A count that shows that the case tests what it says."""
-        self.rows.append(CheckRow(f"{name} (at least)", value, limit, value >= limit))
+        self.rows.append(CheckRow(f"{name} {AT_LEAST}", value, limit, value >= limit))
 
     def books(self, name: str, session: Session) -> None:
         """Run the session to its end and check its books."""

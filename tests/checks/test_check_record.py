@@ -1,0 +1,43 @@
+"""The record of the three checks: what it keeps of a run, and that a run that broke off is no record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sparkinfer_eval import check_record
+from sparkinfer_eval.check_program import AT_LEAST
+
+from sparkinfer.errors import SparkinferError
+
+
+def test_the_closest_row_is_one_that_must_stay_below_its_limit() -> None:
+    rows = [
+        {"name": "a", "value": 0.2, "limit": 1.0, "ok": True},
+        {"name": "b", "value": 0.03, "limit": 0.05, "ok": True},
+        {"name": f"steps {AT_LEAST}", "value": 90.0, "limit": 10.0, "ok": True},
+        {"name": "answers that differ", "value": 0.0, "limit": 0.0, "ok": True},
+    ]
+    near = check_record.closest(rows)
+    assert near is not None
+    assert near["name"] == "b"
+    assert check_record.closest(rows[2:]) is None
+
+
+def test_a_check_is_run_and_recorded(models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "record"
+    code = check_record.main(
+        [str(models / "dense"), "--checks", "pack_ckpt_check", "--dtypes", "float32", "--out", str(out)]
+    )
+    assert code == 0
+    (run,) = json.loads((out / "checks.json").read_text(encoding="utf-8"))["runs"]
+    assert run["exit"] == 0
+    assert run["rows"] > 100
+    assert 0 <= run["closest"]["value"] <= run["closest"]["limit"] == 1e-4
+    assert "| pack_ckpt_check |" in (out / "checks.md").read_text(encoding="utf-8")
+
+
+def test_a_run_without_rows_is_an_error(models: Path) -> None:
+    with pytest.raises(SparkinferError, match="ended with 3"):
+        check_record.run_check("pack_ckpt_check", models / "dense", "cuda:99", "float32")
