@@ -45,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     cells.add_argument("--load", choices=("tokens", "aiperf"), default="tokens")
     cells.add_argument("--rep", type=int, default=1)
     cells.add_argument("--within", type=float, default=float("inf"), help="begin no cell after so many seconds")
+    burst = phases.add_parser("burst", help="prompts per second of 32 prompts that reach the running server together")
+    burst.add_argument("--sizes", type=int, nargs="+", default=[128, 1024], help="tokens of each prompt")
+    burst.add_argument("--repeats", type=int, default=3)
     prompts = phases.add_parser("prompts", help="write the prompts that AIPerf sends, the same for every engine")
     prompts.add_argument("--model", required=True, help="name or folder")
     collect = phases.add_parser("collect", help="pack a run's raw results into one archive")
@@ -53,10 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     collect.add_argument("--checks", default="", help="check programs that belong to the run, separated by commas")
     for one in (prompts, cells):
         one.add_argument("--cells", default="all", help="cell ids separated by commas (default %(default)s)")
+    for one in (prompts, cells, burst):
         one.add_argument("--seed", type=int, default=0)
     for one in (prompts, cells, collect):
         one.add_argument("--overrides", type=json.loads, default={}, help="JSON object of changes to the full scale")
-    for one in (cells, collect, phases.add_parser("table", help="ratios of the cells that both engines have")):
+    for one in (cells, burst, collect, phases.add_parser("table", help="ratios of the cells that both engines have")):
         one.add_argument("--run", default="quick", help="run name (default %(default)s)")
     caches = phases.add_parser("caches", help="pack what was compiled, or unpack it on the next host")
     which = caches.add_mutually_exclusive_group(required=True)
@@ -123,6 +127,10 @@ def _run(host: Host, options: argparse.Namespace) -> int:
             if options.load == "tokens" and options.cells == "all":
                 found = [cell for cell in found if cell.kind == "closed"]  # Planned arrivals are sent as text.
             return measure_cells(sitting, found, options.load, until)
+        case "burst":
+            from sparkinfer_eval.host.burst import measure_bursts
+
+            measure_bursts(host, options.run, servers.running(host), options.sizes, options.repeats, options.seed)
         case "collect":
             from sparkinfer_eval.host.collect import pack
 
