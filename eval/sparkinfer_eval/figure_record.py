@@ -17,8 +17,9 @@ ORIGIN = ("date", "command", "busy_cpus_before", "source", "engine_digest")
 
 
 def with_kept(record: dict[str, Any], earlier: dict[str, Any] | None, parts: Sequence[str]) -> dict[str, Any]:
-    """The record with the parts of an earlier one that it has not measured anew, each with its origin. `parts`: all
-    names, in the page's order.
+    """The record with the figures of an earlier one that it has not measured anew, each part's with their origin.
+    `parts`: all names, in the page's order. A part measured anew in some figures keeps the origin of the others, with
+    the names of the new ones (`but_for`).
 
     Raises ConfigError when the earlier one is of another model, device, dtype or CPU.
     """
@@ -29,11 +30,21 @@ def with_kept(record: dict[str, Any], earlier: dict[str, Any] | None, parts: Seq
             raise ConfigError(f"--keep: the recorded figures are of {name} {earlier[name]}, not {record[name]}")
     if earlier["machine"].get("cpu_model") != record["machine"].get("cpu_model"):
         raise ConfigError("--keep: the recorded figures are of another machine")
-    new = {figure["part"] for figure in record["figures"]}
-    old = [figure for figure in earlier["figures"] if figure["part"] not in new]
+    new = {(figure["part"], figure["name"]) for figure in record["figures"]}
+    places = {(figure["part"], figure["name"]): place for place, figure in enumerate(earlier["figures"])}
+    old = [figure for figure in earlier["figures"] if (figure["part"], figure["name"]) not in new]
     own = {name: earlier[name] for name in ORIGIN}
-    kept = {figure["part"]: earlier.get("kept", {}).get(figure["part"], own) for figure in old}
-    figures = sorted([*record["figures"], *old], key=lambda figure: parts.index(figure["part"]))
+    kept = {}
+    for part in dict.fromkeys(figure["part"] for figure in old):
+        origin = earlier.get("kept", {}).get(part, own)
+        if "but_for" in origin:
+            raise ConfigError(f"--keep: the figures of {part} have two origins already; measure the whole part anew")
+        anew = [name for owner, name in places if owner == part and (owner, name) in new]
+        kept[part] = {**origin, "but_for": anew} if anew else origin
+    figures = sorted(
+        [*record["figures"], *old],
+        key=lambda figure: (parts.index(figure["part"]), places.get((figure["part"], figure["name"]), len(places))),
+    )
     return {**record, "figures": figures, "kept": kept}
 
 
@@ -61,6 +72,8 @@ def markdown(record: dict[str, Any]) -> str:
         engine = f"{origin['engine_digest'][:19]}, {_commit(origin['source'])}"
         words = f"{origin['date']} ({engine}) by `{origin['command']}`"
         kept.setdefault(words, []).append(part)
+        if origin.get("but_for"):
+            kept[words][-1] += f" (but for {'; '.join(origin['but_for'])}, measured last)"
     lines = [
         "# Scheduling figures",
         "",

@@ -1,9 +1,10 @@
 """Mixed steps on against off: the CPU cells over HTTP, in pairs of runs on two servers started for that pair.
 
-Runs of one pair follow each other at once, in alternating order. What is judged is the median of the pairs' ratios, by
-a confidence interval that assumes nothing about their distribution: machines with neighbours are slow for a while, now
-and then. Throughput counts as lost when all of the interval lies below 1, the time to the first token as lowered when
-all of it does.
+Runs of one pair follow each other at once, in alternating order; with `--rounds` a cell runs several times on both
+servers of a pair, which is then the ratio of the medians of its runs. What is judged is the median of the pairs'
+ratios, by a confidence interval that assumes nothing about their distribution: machines with neighbours are slow for a
+while, now and then. Throughput counts as lost when all of the interval lies below 1, the time to the first token as
+lowered when all of it does.
 
 With `--record` the requests and steps of the servers with mixing on are kept in the form of a run, so that
 `eval/simulate.py --run` can be held against several repetitions of every cell.
@@ -114,13 +115,17 @@ def mixing(options: argparse.Namespace) -> Iterator[Figure]:
     for repeat in range(options.repeats):
         with fresh_servers(options, longest, recording, repeat) as urls:
             for number, cell in enumerate(pairs):
-                taken = turns(cell, rows[cell.id], urls, options.model.name, (repeat + number) % 2 == 1)
-                for name, records in taken.items():
-                    measured[cell.id][name].append(
-                        (metrics.output_tok_s(records), metrics.percentile(metrics.ttft_ms(records), 50))
-                    )
-                if recording is not None:
-                    recording.keep(cell, repeat + 1, taken["on"])
+                runs: Measured = {"on": [], "off": []}
+                for turn in range(options.rounds):
+                    on_first = (repeat + number + turn) % 2 == 1
+                    taken = turns(cell, rows[cell.id], urls, options.model.name, on_first)
+                    for name, records in taken.items():
+                        ttft = metrics.percentile(metrics.ttft_ms(records), 50)
+                        runs[name].append((metrics.output_tok_s(records), ttft))
+                    if recording is not None and turn == 0:
+                        recording.keep(cell, repeat + 1, taken["on"])
+                for name, values in runs.items():
+                    measured[cell.id][name].append(middle(values))
             if recording is not None and repeat < OTHER_REPEATS:
                 for cell in alone:
                     only = turns(cell, rows[cell.id], {"on": urls["on"]}, options.model.name, False)
@@ -129,7 +134,7 @@ def mixing(options: argparse.Namespace) -> Iterator[Figure]:
                     recording.arrivals(cell, urls["on"], repeat + 1)
         print(f"pairs {repeat + 1} of {options.repeats} measured", file=sys.stderr, flush=True)
     for cell in pairs:
-        yield from figures_of(cell, measured[cell.id])
+        yield from figures_of(cell, measured[cell.id], options.rounds)
 
 
 @contextmanager
@@ -169,6 +174,12 @@ def turns(
     return found
 
 
+def middle(runs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The median of each figure over the runs of a cell on one server."""
+    rates, ttfts = zip(*runs, strict=True)
+    return statistics.median(rates), statistics.median(ttfts)
+
+
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Two order statistics between which the median lies with at least CONFIDENCE, whatever the distribution.
 
@@ -182,7 +193,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[k - 1], ordered[n - k]
 
 
-def figures_of(cell: Cell, measured: Measured) -> list[Figure]:
+def figures_of(cell: Cell, measured: Measured, rounds: int = 1) -> list[Figure]:
     """Medians of the ratios by pair, judged by the upper ends of their intervals."""
     assert cell.concurrency is not None
     pairs = list(zip(measured["on"], measured["off"], strict=True))
@@ -191,8 +202,9 @@ def figures_of(cell: Cell, measured: Measured) -> list[Figure]:
     for i, (what, unit, better) in enumerate((("output tok/s", "tok/s", "above"), ("TTFT p50", "ms", "below"))):
         ratios = [on[i] / off[i] for on, off in pairs]
         low, high = median_interval(ratios)
+        each = f" of {rounds} runs each" if rounds > 1 else ""
         note = (
-            f"median of {len(pairs)} pairs, {CONFIDENCE:.0%} interval {low:.3f}..{high:.3f}, pairs "
+            f"median of {len(pairs)} pairs{each}, {CONFIDENCE:.0%} interval {low:.3f}..{high:.3f}, pairs "
             f"{min(ratios):.3f}..{max(ratios):.3f}; on {medians['on'][i]:.0f}, off {medians['off'][i]:.0f} {unit}"
         )
         goal = 1.0 if better == "above" or cell.concurrency >= LOWER_TTFT_FROM else None

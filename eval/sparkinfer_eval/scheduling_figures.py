@@ -230,6 +230,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"pairs of runs for each cell, at least {FEWEST_PAIRS} (default %(default)s)",
     )
     parser.add_argument(
+        "--rounds", type=int, default=1, help="runs of each cell on both servers of a pair (default %(default)s)"
+    )
+    parser.add_argument(
         "--record", type=Path, metavar="FOLDER", help="keep the mixing part's requests and steps for eval/simulate.py"
     )
     parser.add_argument("--mixing-cells", nargs="+", metavar="ID", help="cells of the mixing part (default: all)")
@@ -258,6 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"--repeats {options.repeats}: an interval of {CONFIDENCE:.0%} needs at least {FEWEST_PAIRS} pairs"
             )
+        if options.rounds < 1:
+            raise ConfigError(f"--rounds {options.rounds}: a pair has at least one run of each cell")
         if options.record is not None and options.record.exists():
             raise ConfigError(f"--record {options.record} exists: name a new folder")
         command = ["python", "eval/scheduling_figures.py", *(sys.argv[1:] if arguments is None else arguments)]

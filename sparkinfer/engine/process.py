@@ -7,7 +7,6 @@ step, send its tokens. Tokenisation, HTTP and text are the server's, so nothing 
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from sparkinfer import garbage
 from sparkinfer.engine.ipc import EngineEnd, EngineOptions, Launch
 from sparkinfer.engine.messages import (
     AbortRequests,
@@ -219,8 +219,7 @@ def serve_engine(build: Callable[[EngineOptions], Engine]) -> int:
     try:
         engine = build(launch.options)
         end.send(EngineReady(engine.info, engine.core.stats()))
-        gc.collect()
-        gc.freeze()
+        garbage.settle()
         Loop(end, engine).run()
     except SparkinferError as error:
         end.send(EngineFailed(str(error), error.exit_code))

@@ -9,12 +9,12 @@ wall-clock time for the percentiles.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import time
 from dataclasses import dataclass
 
+from sparkinfer import garbage
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.scheduler import Scheduler
 from sparkinfer.scheduling.types import Request, SamplingParams, StepPlan, StepResult
@@ -95,16 +95,14 @@ def measure(requests: int, steps: int, prompt: int = 1024, output: int = 256) ->
     walls: list[float] = []
     decode_only: list[float] = []
     rows = 0
-    gc.collect()
-    gc.freeze()
-    for _ in range(steps):
-        cpu, wall, plan = loop.step()
-        times.append(cpu)
-        walls.append(wall)
-        rows += plan.num_rows
-        if not plan.prefill:
-            decode_only.append(cpu)
-    gc.unfreeze()
+    with garbage.settled():
+        for _ in range(steps):
+            cpu, wall, plan = loop.step()
+            times.append(cpu)
+            walls.append(wall)
+            rows += plan.num_rows
+            if not plan.prefill:
+                decode_only.append(cpu)
     ordered = sorted(walls)
     return StepCost(
         requests=requests,

@@ -142,9 +142,12 @@ class Planner:
 
     def _rest_at_end(self, due: np.ndarray) -> None:
         """Sequences whose last row is in the plan get no more."""
-        for sequence, computed in zip(self.table.sequences[due].tolist(), self.table.start[due].tolist(), strict=True):
+        table = self.table
+        # Also those that the planner has not looked at: a victim, or one that stands still.
+        maybe = due[table.start[due] > table.last[due]]
+        for sequence, computed in zip(table.sequences[maybe].tolist(), table.start[maybe].tolist(), strict=True):
             if sequence is not None and computed >= sequence.end_computed:
-                self.table.rest(sequence)
+                table.rest(sequence)
 
     def _decode_checkpoint(self, sequence: Sequence) -> tuple[Checkpoint, ...]:
         position = sequence.next_checkpoint

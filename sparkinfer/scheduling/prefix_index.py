@@ -37,9 +37,9 @@ def extend_hashes(hashes: list[bytes], request: Request, num_blocks: int) -> Non
     tokens = request.tokens(start * KV_BLOCK_TOKENS, num_blocks * KV_BLOCK_TOKENS)
     data = array("I", tokens).tobytes()
     blake2b, step = hashlib.blake2b, len(data) // (num_blocks - start)
-    for (block,) in struct.iter_unpack(f"{step}s", data):
-        parent = blake2b(parent + block).digest()[:HASH_BYTES]
-        hashes.append(parent)
+    hashes += [
+        parent := blake2b(parent + block).digest()[:HASH_BYTES] for (block,) in struct.iter_unpack(f"{step}s", data)
+    ]
 
 
 class PrefixNode(msgspec.Struct, eq=False):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import repeat
 
 import numpy as np
 
@@ -278,4 +277,4 @@ def _pass_on(
     """Tokens of requests to which nothing else happens."""
     mine = tokens[rows]
     deque(map(list.append, decode.outputs[rows], mine), maxlen=0)
-    updates.extend(map(TokenUpdate, decode.requests[rows], mine, logprobs[rows], repeat(None)))
+    updates.extend(map(TokenUpdate, decode.requests[rows], mine, logprobs[rows]))

@@ -377,8 +377,8 @@ class TokenUpdate(msgspec.Struct, eq=False, gc=False):
 
     request: Request
     token: int | None
-    logprobs: TokenLogprobs | None
-    finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):

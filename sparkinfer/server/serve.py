@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import json
 import logging
 import math
@@ -21,6 +20,7 @@ from typing import Any
 
 import uvicorn
 
+from sparkinfer import garbage
 from sparkinfer.engine.client import ENGINE_COMMAND, EngineClient
 from sparkinfer.engine.ipc import EngineOptions
 from sparkinfer.errors import CheckpointError, EnvironmentProblem
@@ -192,8 +192,7 @@ class _Life:
         tokenizer = await asyncio.to_thread(ServerTokenizer, state.folder)
         ready = await state.client.ready
         state.tokenizer = tokenizer
-        gc.collect()
-        gc.freeze()
+        garbage.settle()
         for line in json.dumps(ready.info, indent=1, sort_keys=True).splitlines():
             log.info("%s", line)
         print(f"ready on {url}", flush=True)

@@ -12,15 +12,18 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from sparkinfer_eval import mixing_pairs
+from sparkinfer_eval import figure_record, mixing_pairs
 from sparkinfer_eval import scheduling_figures as figures
 from sparkinfer_eval.cells import load_cells, resolve_cells
 from sparkinfer_eval.figure import Figure
 from sparkinfer_eval.records import Record
 from sparkinfer_eval.toy_model import ToySize, generate
+
+from sparkinfer.errors import ConfigError
 
 torch.set_num_threads(1)
 CELLS = Path(__file__).parents[2] / "config" / "cells.yaml"
@@ -142,7 +145,7 @@ def test_mixing_pairs_alternate_on_fresh_servers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mixing_pairs.server_probe, "reset_prefix_cache", lambda url: True)
     options = argparse.Namespace(
         repeats=2, model=Path("toy"), cells=CELLS, scale="cpu", mixing_cells=["chat-c16", "chat-c32"], record=None,
-        device="cpu", dtype="float32",
+        device="cpu", dtype="float32", rounds=1,
     )  # fmt: skip
     speed, wait, *_ = mixing_pairs.mixing(options)
     assert started == ["off", "on", "on", "off"]
@@ -151,6 +154,27 @@ def test_mixing_pairs_alternate_on_fresh_servers(monkeypatch: pytest.MonkeyPatch
     assert (speed.value, wait.value) == (2.0, 0.5)
     assert speed.reached
     assert wait.reached
+    order.clear()
+    options.rounds, options.repeats, options.mixing_cells = 3, 1, ["chat-c16"]
+    speed, *_ = mixing_pairs.mixing(options)
+    assert order[::2] == ["off 5", "on 6", "on 6", "off 5", "off 5", "on 6"]
+    assert "1 pairs of 3 runs each" in speed.note
+    assert mixing_pairs.middle([(1.0, 30.0), (9.0, 10.0), (2.0, 20.0)]) == (2.0, 20.0)
+
+
+def test_a_figure_measured_anew_replaces_only_itself() -> None:
+    def record(day: str, *figures: tuple[str, str, float]) -> dict[str, Any]:
+        origin = {name: day for name in figure_record.ORIGIN}
+        shared: dict[str, Any] = {"model": {}, "device": "cpu", "dtype": "float32", "machine": {}}
+        return {**shared, **origin, "figures": [{"part": p, "name": n, "value": v} for p, n, v in figures]}
+
+    first = record("one", ("cost", "a", 1.0), ("mixing", "b", 2.0), ("mixing", "c", 3.0))
+    both = figure_record.with_kept(record("two", ("mixing", "b", 9.0)), first, ("cost", "mixing"))
+    assert [(f["name"], f["value"]) for f in both["figures"]] == [("a", 1.0), ("b", 9.0), ("c", 3.0)]
+    assert both["kept"]["cost"]["date"] == "one"
+    assert (both["kept"]["mixing"]["date"], both["kept"]["mixing"]["but_for"]) == ("one", ["b"])
+    with pytest.raises(ConfigError, match="two origins already"):
+        figure_record.with_kept(record("three", ("mixing", "c", 9.0)), both, ("cost", "mixing"))
 
 
 def test_what_is_judged_is_the_upper_end_of_the_interval() -> None:
