@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from sparkinfer_containers import checks
 from sparkinfer_containers.errors import DigestProblem, SignatureProblem
 from sparkinfer_containers.oci.layers import check_layers
 from sparkinfer_containers.oci.model import (
@@ -114,9 +115,11 @@ def verify_image(source: Source, digest: str, trust: TrustRoot, verifier: Bundle
             run, cells = statement.predicate["run"], statement.predicate["cells"]
             outcome.evaluations.append(run)
             outcome.figures[run] = cells
-            outcome.proved.append(
-                f"evaluation of this image: run {run}, {len(cells)} signed figures (--json lists them)"
-            )
+            signed = [f"{len(cells)} signed figures"]
+            if "checks" in statement.predicate:
+                outcome.checks[run] = statement.predicate["checks"]
+                signed.append(checks.summary(statement.predicate["checks"]))
+            outcome.proved.append(f"evaluation of this image: run {run}, {' and '.join(signed)} (--json lists them)")
     if EVALUATION not in {statement.predicate_type for statement in found}:
         outcome.not_proved.append("any figure: no evaluation of this image is attached")
     else:
