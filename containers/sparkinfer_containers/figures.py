@@ -41,11 +41,11 @@ def _timed(seconds: dict[str, float], name: str, step: Callable[[], Any]) -> Any
     return made
 
 
-def _versions() -> dict[str, str]:
+def _versions(recipe: Recipe) -> dict[str, str]:
     """Versions of the Debian programs that take part, besides those that provenance names."""
     query = ["dpkg-query", "--show", "--showformat=${Package} ${Version}\\n", *DEBIAN_TOOLS]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return dict(line.split(" ", 1) for line in done.stdout.splitlines()) | build.tool_versions()
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines()) | build.tool_versions(recipe)
 
 
 def measure(
@@ -93,7 +93,7 @@ def measure(
         "command": command,
         "machine": machine_facts(),
         "load_average": round(load, 2),
-        "versions": _versions(),
+        "versions": _versions(recipe),
         "seconds": seconds,
         "downloaded_bytes": downloaded,
         "reproduced": True,

@@ -17,6 +17,7 @@ rule container_image:
         # The key in the folder's name stands for their content.
         debian=ancient("containers/locks/debian-{variant}.json"),
         python=ancient("containers/locks/python-{variant}.txt"),
+        backend=ancient("containers/locks/build.txt"),
         recipe=ancient("containers/image.toml"),
     output:
         "results/images/{variant}-{key}/image.json",
