@@ -88,6 +88,8 @@ def test_config_is_hardened(recipe: settings.Recipe) -> None:
     assert "SPARKINFER_PRESET_FOLDER=/models/qwen3.8-27b-nvfp4" in made["Env"]
     assert "SPARKINFER_PRESET_HUB=gittensor-model-hub/Qwen3.8-27B-NVFP4-RTX5090" in made["Env"]
     assert made["Labels"]["org.opencontainers.image.revision"] == "0" * 40
+    named = {"title", "description", "version", "revision", "source", "documentation", "licenses", "created"}
+    assert {f"org.opencontainers.image.{name}" for name in named} | {SOURCE_LABEL} == set(made["Labels"])
     assert made["Labels"][SOURCE_LABEL] == "sha256:1"
 
 
@@ -208,3 +210,51 @@ def test_differing_path_is_named(tmp_path: Path, toy: Callable[..., Layout]) -> 
     assert "layer 1: srv/text differs in content" in lines
     assert any(line.startswith("config: config is") for line in lines)
     assert differences(first, toy(tmp_path / "3")) == []
+
+
+def test_second_build_that_differs_is_not_reproduced(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """rebuild-check on two builds of which the second holds another file: exit 1 and the file is named."""
+    from sparkinfer_containers import cli
+    from sparkinfer_containers.image import rebuild as module
+
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    for command in (
+        ["init", "-q"],
+        ["-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "--allow-empty", "-mx"],
+    ):
+        subprocess.run(["git", "-C", str(repository), *command], check=True)
+    head = subprocess.run(
+        ["git", "-C", str(repository), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    )
+    toy(tmp_path / "image" / "layout")
+    record = {"commit": head.stdout.strip(), "variant": "cpu", "name": "toy"}
+    (tmp_path / "image" / "image.json").write_text(json.dumps(record))
+    text = "hello\n"
+
+    def build(_recipe: Any, _clone: Path, output: Path, *_: Any) -> None:
+        toy(output / "layout", text=text)
+
+    monkeypatch.setattr(module, "build", build)
+    monkeypatch.setattr(module, "load", lambda *_: None)
+    command = [
+        "--repository",
+        str(repository),
+        "rebuild-check",
+        str(tmp_path / "image"),
+        "--scratch",
+        str(tmp_path / "s"),
+    ]
+    record_file = tmp_path / "rebuilt.json"
+    assert cli.main([*command, "--record", str(record_file)]) == 0
+    assert record_file.exists()
+    record_file.unlink()
+    text = "other\n"
+    capsys.readouterr()
+    assert cli.main([*command, "--record", str(record_file)]) == 1
+    said = capsys.readouterr().out
+    assert "NOT REPRODUCED" in said
+    assert "srv/text" in said
+    assert not record_file.exists()
