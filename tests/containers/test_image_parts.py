@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
