@@ -65,13 +65,13 @@ def checked(
 class Forward:
     """What tarfile needs of a file (`read`, `seek`, `tell`) over pieces of bytes that come once, in order.
 
-    Going back reaches KEPT bytes before the current piece, where that is as long.
+    Going back reaches KEPT bytes before the current piece.
     """
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = iter(pieces)
         self._piece, self._at, self._base = b"", 0, 0
-        self._tail = b""  # the end of the piece before
+        self._tail = b""  # what came right before the piece
 
     def tell(self) -> int:
         """Bytes from the start."""
@@ -105,7 +105,8 @@ class Forward:
             self._at = len(self._piece)
             return False
         self._base += len(self._piece)
-        self._tail, self._piece, self._at = self._piece[-KEPT:], piece, 0
+        before = self._piece if len(self._piece) >= KEPT else self._tail + self._piece
+        self._tail, self._piece, self._at = before[-KEPT:], piece, 0
         return True
 
     def drain(self) -> None:
