@@ -137,6 +137,18 @@ def test_cache_can_be_carried_and_is_checked(tmp_path: Path) -> None:
         debs.fetch(lock, tmp_path, [], [])
 
 
+@pytest.mark.parametrize("command", [["build", "--output", "x"], ["relock"], ["rebuild-check", "x"]])
+def test_caches_are_named_by_variables(command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from sparkinfer_containers import cli
+
+    monkeypatch.setenv("DEB_CACHE", str(tmp_path / "debs"))
+    monkeypatch.setenv("WHEEL_CACHE", str(tmp_path / "wheels"))
+    args = cli._parser().parse_args(command)
+    assert (args.deb_cache, args.wheel_cache) == (tmp_path / "debs", tmp_path / "wheels")
+    monkeypatch.setenv("DEB_CACHE", "")
+    assert cli._parser().parse_args(command).deb_cache == ROOT / ".cache" / "debs"
+
+
 def test_lock_survives_writing_and_reading(tmp_path: Path) -> None:
     lock = debs.DebianLock("bookworm", "20260101T000000Z", [a_deb()])
     lock.write(tmp_path / "lock.json")
