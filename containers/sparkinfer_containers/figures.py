@@ -28,7 +28,7 @@ from sparkinfer_containers.image.settings import Recipe
 
 SCHEMA = "sparkinfer/container-figures/v1"
 LIMITS = {"sign and attach": 2.0, "verify": 10.0}
-"""Seconds that a step may take, for the `cpu` image: the other is seven times as large."""
+"""Seconds that a step may take, for every variant."""
 DEBIAN_TOOLS = ("mmdebstrap", "bubblewrap", "docker-registry")
 LARGEST = 12
 
@@ -82,8 +82,7 @@ def measure(
         shipped = ship.ship(image, model, folder / "registry")
         shutil.rmtree(folder / "registry")
     seconds |= shipped["seconds"]
-    limits = LIMITS if recipe.variant.name == "cpu" else {}
-    slow = [f"{step} took {seconds[step]} s, over {limit} s" for step, limit in limits.items() if seconds[step] > limit]
+    slow = [f"{step} took {seconds[step]} s, over {limit} s" for step, limit in LIMITS.items() if seconds[step] > limit]
     if slow:
         raise EnvironmentProblem("; ".join(slow))
     return {
