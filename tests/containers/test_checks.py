@@ -13,6 +13,7 @@ import pytest
 from sparkinfer_containers import attest, checks, statements
 from sparkinfer_containers.errors import SignatureProblem, UsageProblem
 from sparkinfer_containers.trust import credentials
+from sparkinfer_eval.check_program import AT_LEAST
 
 from .report_parts import raw_run_class, render, texts
 
@@ -23,7 +24,7 @@ COMMITTED = sorted(ROOT.glob("reports/*/report.json"))
 
 def _filled(part: ast.expr) -> str:
     named = part.value.id if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name) else ""
-    return "state" if named == "kind" else "9"
+    return {"kind": "state", "AT_LEAST": AT_LEAST}.get(named, "9")
 
 
 def row_names() -> list[tuple[str, str]]:
@@ -39,7 +40,7 @@ def row_names() -> list[tuple[str, str]]:
             first = node.args[0]
             parts = first.values if isinstance(first, ast.JoinedStr) else [first]
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else _filled(part) for part in parts)
-            found.append((path.name, f"{text} (at least)" if called == "at_least" else text))
+            found.append((path.name, f"{text} {AT_LEAST}" if called == "at_least" else text))
     return found
 
 
@@ -49,7 +50,7 @@ def test_every_row_of_every_check_program_has_a_unit() -> None:
     assert len(names) > 25
     for file, name in names:
         # Of `at_least` the helper itself adds the ending to a name that its callers give.
-        assert name == "9 (at least)" or checks.unit_of(name), f"{file}: {name}"
+        assert name == f"9 {AT_LEAST}" or checks.unit_of(name), f"{file}: {name}"
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
