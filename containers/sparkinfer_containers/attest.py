@@ -10,11 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.identity import file_sha256
+from sparkinfer_containers import checks
 from sparkinfer_containers.errors import SignatureProblem, UsageProblem
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.model import BUNDLE, EMPTY, MANIFEST, Descriptor, referrer_manifest
 from sparkinfer_containers.sign import encode, sign
-from sparkinfer_containers.statements import EVALUATION, EVALUATION_SOURCE, SHORT_NAMES, check_evaluation, statement
+from sparkinfer_containers.statements import (
+    EVALUATION,
+    EVALUATION_SCHEMA,
+    EVALUATION_SOURCE,
+    KNOWN_SCHEMAS,
+    SHORT_NAMES,
+    check_evaluation,
+    evaluation_schema,
+    statement,
+)
 from sparkinfer_containers.trust import Credentials, trust_root
 from sparkinfer_containers.verify.bundle import BundleVerifier, ExpectedSigner
 from sparkinfer_containers.verify.report import ENGINE, report_files, subject_of
@@ -52,7 +62,8 @@ def evaluation(
     `earlier` is the predicate that the measuring host signed: where its raw results are not at hand, the digests of
     prompts and raw records are taken from it.
 
-    Form: docs/predicates/evaluation-v1.md. Raises UsageProblem when the folder is not a complete report.
+    Form: docs/predicates/evaluation-v1.md. Raises UsageProblem when the folder is not a complete report, or its checks
+    are not those of the raw results.
     """
     path = report_folder / "report.json"
     try:
@@ -60,9 +71,12 @@ def evaluation(
         digest, source = subject_of(report)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageProblem(f"{report_folder} is not a complete report: {error}") from error
+    changed = checks.differences_from_raw(raw_results, report) if raw_results else []
+    if changed:
+        raise UsageProblem(f"{report_folder} was not rendered from {raw_results}: {'; '.join(changed)}")
     baselines = [engine for engine in report["engines"] if engine["name"] != ENGINE]
     predicate = {
-        "schema": f"sparkinfer/{'evaluation-source' if source else 'evaluation'}/v1",
+        "schema": evaluation_schema(EVALUATION_SCHEMA, source=source),
         "run": report["run"],
         "version": report["version"],
         "profile": report["profile"],
@@ -74,6 +88,7 @@ def evaluation(
         "raw_records": raw_digests(raw_results) or (earlier or {}).get("raw_records", {}),
         "files": {name: f"sha256:{file_sha256(file)}" for name, file in report_files(report_folder).items()},
         "cells": report["cells"],
+        "checks": checks.to_sign(report),
         "decision_rules": [],
         "machine": report["machine"],
         "baseline": {engine["name"]: engine for engine in baselines},
@@ -176,9 +191,16 @@ def kept_bundle(report_folder: Path, made: Mapping[str, Any]) -> Path | None:
     target = _bundle_path(report_folder, made)
     if not target.exists():
         return None
-    if _statement(target.read_text(encoding="utf-8")) == json.loads(encode(made)):
+    if _statement(target.read_text(encoding="utf-8")) in (json.loads(encode(made)), json.loads(encode(_older(made)))):
         return target
     raise UsageProblem(f"{target} exists: a report is signed once; render it to another folder to sign it anew")
+
+
+def _older(made: Mapping[str, Any]) -> dict[str, Any]:
+    """The evaluation statement `made` as the version before signed it: a bundle of that one still stands for it."""
+    predicate = {name: value for name, value in made["predicate"].items() if name != "checks"}
+    source = made["predicateType"] == EVALUATION_SOURCE
+    return {**made, "predicate": {**predicate, "schema": evaluation_schema(KNOWN_SCHEMAS[0], source=source)}}
 
 
 def put_bundle(report_folder: Path, made: Mapping[str, Any], bundle: str) -> Path:

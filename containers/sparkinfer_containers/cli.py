@@ -61,10 +61,11 @@ def _build(args: argparse.Namespace) -> int:
 def _relock(args: argparse.Namespace) -> int:
     for variant in args.variants:
         recipe = settings.load(args.repository, variant)
-        wheels.write_lock(wheels.relock(recipe, args.repository), recipe.python_lock, variant)
+        wheels.write_lock(wheels.relock(recipe, args.repository), recipe.python_lock, f"of the {variant} image")
+        wheels.write_lock(wheels.relock_backend(recipe, args.repository), recipe.backend_lock, "of the build backend")
         with tempfile.TemporaryDirectory() as work:
             debs.relock(recipe, args.deb_cache, Path(work)).write(recipe.debian_lock)
-        print(f"{recipe.debian_lock} and {recipe.python_lock} are new")
+        print(f"{recipe.debian_lock}, {recipe.python_lock} and {recipe.backend_lock} are new")
     return 0
 
 

@@ -1,7 +1,9 @@
 """What the container starts: find the model, then become `sparkinfer serve` (or the sub-command given).
 
 Environment: SPARKINFER_MODEL (a folder, or OWNER/NAME on the hub), SPARKINFER_MODEL_REVISION (the hub commit, 40 hex
-digits), SPARKINFER_HOST, SPARKINFER_PORT. All other SPARKINFER_* variables are the engine's settings and pass through.
+digits), SPARKINFER_HOST, SPARKINFER_PORT. Without SPARKINFER_MODEL the image's own preset counts:
+SPARKINFER_PRESET_FOLDER where a model is mounted there, else SPARKINFER_PRESET_HUB. All other SPARKINFER_* variables
+are the engine's settings and pass through.
 """
 
 from __future__ import annotations
@@ -9,19 +11,39 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
 
 MODELS = Path("/models")
-OWN = ("SPARKINFER_MODEL", "SPARKINFER_MODEL_REVISION", "SPARKINFER_HOST", "SPARKINFER_PORT")
+PRESET = tuple(f"SPARKINFER_PRESET_{name}" for name in ("FOLDER", "HUB", "REVISION", "DRAFTER"))
+OWN = ("SPARKINFER_MODEL", "SPARKINFER_MODEL_REVISION", "SPARKINFER_HOST", "SPARKINFER_PORT", *PRESET)
 _HUB_ID = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+\Z")
-_COMMIT = re.compile(r"[0-9a-f]{40}\Z")
+COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 
 
 def find_model(name: str, revision: str, models: Path = MODELS) -> Path:
     """The model's folder: given, or fetched into `models` at a pinned revision. Raises ConfigError."""
+    folder = _readable(name)
+    if folder:
+        return folder
+    if name.startswith("/") or not _HUB_ID.match(name):
+        raise ConfigError(
+            f"SPARKINFER_MODEL={name!r} is no folder in this container: mount one "
+            f"(-v /path/to/model:{MODELS}/name:ro), "
+            "or name a hub model as OWNER/NAME with SPARKINFER_MODEL_REVISION"
+        )
+    if not COMMIT.match(revision):
+        raise ConfigError(
+            f"SPARKINFER_MODEL={name} is fetched at a pinned revision only: set SPARKINFER_MODEL_REVISION to the "
+            f"model's commit (40 hexadecimal digits), not {revision!r}"
+        )
+    return fetch_model(name, revision, models)
+
+
+def _readable(name: str) -> Path | None:
+    """The folder `name`, or None where there is none. Raises ConfigError for one that this user may not read."""
     folder = Path(name)
     try:
         if folder.is_dir():
@@ -29,21 +51,34 @@ def find_model(name: str, revision: str, models: Path = MODELS) -> Path:
             return folder
     except PermissionError as error:
         raise ConfigError(
-            f"SPARKINFER_MODEL={name}: the container's user ({os.getuid()}) may not read {error.filename}. On the host "
+            f"model folder {name}: the container's user ({os.getuid()}) may not read {error.filename}. On the host "
             "give others the right to read (chmod -R o+rX) the folder that is mounted, or run the container with --user"
         ) from error
-    if name.startswith("/") or not _HUB_ID.match(name):
+    return None
+
+
+def preset_model(own: Mapping[str, str], models: Path = MODELS) -> list[str]:
+    """Arguments for `serve`: the preset's model, mounted or fetched, and its drafter.
+
+    Raises ConfigError where no model is mounted and no revision to fetch is known.
+    """
+    name, hub = own["SPARKINFER_PRESET_FOLDER"], own["SPARKINFER_PRESET_HUB"]
+    if not name:
+        raise ConfigError(f"SPARKINFER_MODEL is not set: a folder under {MODELS}, or OWNER/NAME on the hub")
+    drafter = ["--draft-model", own["SPARKINFER_PRESET_DRAFTER"]] if own["SPARKINFER_PRESET_DRAFTER"] else []
+    folder = _readable(name)
+    if folder:
+        return [str(folder), *drafter]
+    if not hub:
+        raise ConfigError(f"no model is mounted at {name} and this image names none on the hub: set SPARKINFER_MODEL")
+    revision = own["SPARKINFER_MODEL_REVISION"] or own["SPARKINFER_PRESET_REVISION"]
+    if not COMMIT.match(revision):
         raise ConfigError(
-            f"SPARKINFER_MODEL={name!r} is no folder in this container: mount one "
-            f"(-v /path/to/model:{MODELS}/name:ro), "
-            "or name a hub model as OWNER/NAME with SPARKINFER_MODEL_REVISION"
+            f"no model is mounted at {name} (-v /path/to/model:{name}:ro), and {hub} is fetched at a pinned revision "
+            f"only: set SPARKINFER_MODEL_REVISION to its commit (40 hexadecimal digits), not {revision!r}"
         )
-    if not _COMMIT.match(revision):
-        raise ConfigError(
-            f"SPARKINFER_MODEL={name} is fetched at a pinned revision only: set SPARKINFER_MODEL_REVISION to the "
-            f"model's commit (40 hexadecimal digits), not {revision!r}"
-        )
-    return fetch_model(name, revision, models)
+    # Known in the API by the folder's name either way.
+    return [str(fetch_model(hub, revision, models)), "--served-model-name", Path(name).name, *drafter]
 
 
 def fetch_model(name: str, revision: str, models: Path) -> Path:
@@ -75,10 +110,11 @@ def arguments(given: Sequence[str], environment: MutableMapping[str, str], model
             return list(given)
         # The container's address first: options that are given come later and win.
         return ["serve", "--host", host, "--port", port, *given[1:]]
-    if not own["SPARKINFER_MODEL"]:
-        raise ConfigError(f"SPARKINFER_MODEL is not set: a folder under {MODELS}, or OWNER/NAME on the hub")
-    model = find_model(own["SPARKINFER_MODEL"], own["SPARKINFER_MODEL_REVISION"], models)
-    return ["serve", str(model), "--host", host, "--port", port, *given]
+    if own["SPARKINFER_MODEL"]:
+        model = [str(find_model(own["SPARKINFER_MODEL"], own["SPARKINFER_MODEL_REVISION"], models))]
+    else:
+        model = preset_model(own, models)
+    return ["serve", *model, "--host", host, "--port", port, *given]
 
 
 def main() -> None:

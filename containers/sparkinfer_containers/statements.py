@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparkinfer_containers import checks
 from sparkinfer_containers.errors import SignatureProblem
 
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -28,6 +29,10 @@ SHORT_NAMES = {
     EVALUATION: "evaluation",
     EVALUATION_SOURCE: "evaluation-source",
 }
+EVALUATION_SCHEMA = "v1.1"
+"""Version that is signed now. The type's URI holds the first number only: docs/predicates/evaluation-v1.md."""
+KNOWN_SCHEMAS = ("v1", "v1.1")
+"""Versions that are read; `v1` has no `checks`."""
 _HEX64 = re.compile(r"[0-9a-f]{64}\Z")
 
 
@@ -93,11 +98,19 @@ def check_provenance(predicate: Mapping[str, Any]) -> str:
     return builder
 
 
+def evaluation_schema(version: str, *, source: bool) -> str:
+    """The `schema` of an evaluation predicate in a version."""
+    return f"sparkinfer/{'evaluation-source' if source else 'evaluation'}/{version}"
+
+
 def check_evaluation(predicate: Mapping[str, Any], *, source: bool) -> None:
     """Check the required fields of the project's evaluation predicates. Raises SignatureProblem."""
-    schema = "sparkinfer/evaluation-source/v1" if source else "sparkinfer/evaluation/v1"
-    if predicate.get("schema") != schema:
-        raise SignatureProblem(f"evaluation predicate has schema {predicate.get('schema')!r}, expected {schema!r}")
+    known = [evaluation_schema(version, source=source) for version in KNOWN_SCHEMAS]
+    if predicate.get("schema") not in known:
+        raise SignatureProblem(
+            f"evaluation predicate has schema {predicate.get('schema')!r}, expected {' or '.join(known)}"
+        )
+    holds_checks = predicate["schema"] != known[0]
     wanted: dict[str, type] = {
         "run": str,
         "models": list,
@@ -107,6 +120,7 @@ def check_evaluation(predicate: Mapping[str, Any], *, source: bool) -> None:
         "decision_rules": list,
     }
     wanted |= {"raw_records": dict, "machine": dict, "baseline": dict, "git": dict, "not_the_shipped_image": bool}
+    wanted |= {"checks": list} if holds_checks else {}
     for name, kind in wanted.items():
         if not isinstance(predicate.get(name), kind):
             raise SignatureProblem(f"evaluation predicate field {name} is missing or not a {kind.__name__}")
@@ -117,3 +131,5 @@ def check_evaluation(predicate: Mapping[str, Any], *, source: bool) -> None:
     for required in ("report.json", "requests.parquet"):
         if required not in predicate["files"]:
             raise SignatureProblem(f"evaluation predicate does not name the digest of {required}")
+    if holds_checks:
+        checks.require_sound(predicate["checks"])

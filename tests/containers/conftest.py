@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import http.server
 import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,3 +274,31 @@ def toy() -> Callable[..., Layout]:
 def about() -> Callable[[str], list[dict[str, Any]]]:
     """Provenance and SBOM statements about a digest."""
     return toy_statements
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[Callable[[dict[str, bytes]], str]]:
+    """Starts a web server with the given paths; returns its address."""
+    servers = []
+
+    def start(files: dict[str, bytes]) -> str:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                data = files.get(self.path)
+                self.send_response(200 if data is not None else 404)
+                self.send_header("Content-Length", str(len(data or b"")))
+                self.end_headers()
+                self.wfile.write(data or b"")
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()

@@ -31,8 +31,9 @@ def test_page_of_the_cuda_image_follows_from_its_figures() -> None:
     made = json.loads((RECORDED / "cuda13.json").read_text())
     assert made["reproduced"] is True
     assert made["image"]["variant"] == "cuda13"
-    assert made["seconds"]["sign and attach"] < figures.LIMITS["sign and attach"]
-    assert {"sparkinfer doctor in the image", "verify"} <= made["seconds"].keys()
+    for step, limit in figures.LIMITS.items():
+        assert made["seconds"][step] < limit
+    assert "sparkinfer doctor in the image" in made["seconds"]
     assert (RECORDED / "cuda13.md").read_text() == to_markdown(figures.blocks(made))
 
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
-import os
-import shutil
 import subprocess
-import sys
 import tarfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sparkinfer_containers import entrypoint, health
 from sparkinfer_containers.image import debs, rootfs, sbom, settings, wheels
-from sparkinfer_containers.image.build import SOURCE_LABEL, config, oci_annotations
+from sparkinfer_containers.image.build import SOURCE_LABEL, config, dependencies, oci_annotations
 from sparkinfer_containers.image.difference import differences
 from sparkinfer_containers.oci.layout import Layout
 
@@ -47,6 +41,21 @@ def test_committed_locks_are_complete(variant: str) -> None:
     assert locked["torch"] == {"cpu": "2.13.0+cpu", "cuda13": "2.11.0"}[variant]
 
 
+def test_provenance_names_the_build_backend(recipe: settings.Recipe, tmp_path: Path) -> None:
+    """What builds the project's own wheel, with version and digest, and the lock that says so."""
+    (own := tmp_path / "sparkinfer.whl").write_bytes(b"wheel")
+    lock, locked = debs.DebianLock.read(recipe.debian_lock), wheels.read_lock(recipe.python_lock)
+    listed = dependencies(recipe, "0" * 40, lock, locked, own)
+    (backend,) = wheels.read_lock(recipe.backend_lock)
+    wanted = {"uri": f"pkg:pypi/setuptools@{backend.version}", "name": "build backend"}
+    assert {**wanted, "digest": {"sha256": backend.sha256}} in listed
+    assert "containers/locks/build.txt" in {item.get("name") for item in listed}
+    assert "containers/locks/build.txt" in wheels.inputs(recipe), "another backend is another image"
+    assert all(item["digest"] for item in listed)
+    hashes = (ROOT / "workflow" / "envs" / "engine.txt").read_text().split(f"\nsetuptools=={backend.version} ")[1]
+    assert backend.sha256 in hashes.split("==")[0], "run `make relock`"
+
+
 def test_wheels_are_the_versions_that_the_project_tests(recipe: settings.Recipe) -> None:
     pinned = {}
     for name in reversed(recipe.variant.constraints):
@@ -62,7 +71,7 @@ def test_one_setting_chooses_name_and_tag(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv(settings.NAME_SETTING, "sparkinfer-qwen36")
     other = settings.load(ROOT, "cpu")
     assert other.reference.endswith("/sparkinfer-qwen36:0.1.0-cpu")
-    assert other.environment != settings.load(ROOT, "cpu", "sparkinfer-qwen38").environment
+    assert other.preset != settings.load(ROOT, "cpu", "sparkinfer-qwen38").preset
 
 
 @pytest.mark.parametrize(("variant", "name"), [("tpu", None), ("cpu", "sparkinfer-qwen99")])
@@ -77,8 +86,11 @@ def test_config_is_hardened(recipe: settings.Recipe) -> None:
     assert made["Entrypoint"][:2] == ["/usr/bin/tini", "--"]
     assert made["Volumes"] == {"/models": {}}
     assert made["Healthcheck"]["Test"][-1] == "sparkinfer_containers.health"
-    assert "SPARKINFER_MODEL=/models/qwen3.8-27b-nvfp4" in made["Env"]
+    assert "SPARKINFER_PRESET_FOLDER=/models/qwen3.8-27b-nvfp4" in made["Env"]
+    assert "SPARKINFER_PRESET_HUB=gittensor-model-hub/Qwen3.8-27B-NVFP4-RTX5090" in made["Env"]
     assert made["Labels"]["org.opencontainers.image.revision"] == "0" * 40
+    named = {"title", "description", "version", "revision", "source", "documentation", "licenses", "created"}
+    assert {f"org.opencontainers.image.{name}" for name in named} | {SOURCE_LABEL} == set(made["Labels"])
     assert made["Labels"][SOURCE_LABEL] == "sha256:1"
 
 
@@ -92,34 +104,6 @@ def test_every_omission_has_a_reason(recipe: settings.Recipe) -> None:
 
 def a_deb(content: bytes = b"package") -> debs.Deb:
     return debs.Deb("x", "1.0", "amd64", "pool/x_1.0.deb", len(content), hashlib.sha256(content).hexdigest())
-
-
-@pytest.fixture
-def mirror(tmp_path: Path) -> Iterator[Callable[[dict[str, bytes]], str]]:
-    """Starts a web server with the given paths; returns its address."""
-    servers = []
-
-    def start(files: dict[str, bytes]) -> str:
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                data = files.get(self.path)
-                self.send_response(200 if data is not None else 404)
-                self.send_header("Content-Length", str(len(data or b"")))
-                self.end_headers()
-                self.wfile.write(data or b"")
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
 
 
 needs_apt = pytest.mark.skipif(not debs.APT_HELPER.exists(), reason="apt is not on this machine")
@@ -151,6 +135,18 @@ def test_cache_can_be_carried_and_is_checked(tmp_path: Path) -> None:
     (tmp_path / deb.file).write_bytes(b"spoiled")
     with pytest.raises(EnvironmentProblem, match=r"x 1\.0"):
         debs.fetch(lock, tmp_path, [], [])
+
+
+@pytest.mark.parametrize("command", [["build", "--output", "x"], ["relock"], ["rebuild-check", "x"]])
+def test_caches_are_named_by_variables(command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from sparkinfer_containers import cli
+
+    monkeypatch.setenv("DEB_CACHE", str(tmp_path / "debs"))
+    monkeypatch.setenv("WHEEL_CACHE", str(tmp_path / "wheels"))
+    args = cli._parser().parse_args(command)
+    assert (args.deb_cache, args.wheel_cache) == (tmp_path / "debs", tmp_path / "wheels")
+    monkeypatch.setenv("DEB_CACHE", "")
+    assert cli._parser().parse_args(command).deb_cache == ROOT / ".cache" / "debs"
 
 
 def test_lock_survives_writing_and_reading(tmp_path: Path) -> None:
@@ -227,138 +223,6 @@ def test_differing_path_is_named(tmp_path: Path, toy: Callable[..., Layout]) -> 
     assert "layer 1: srv/text differs in content" in lines
     assert any(line.startswith("config: config is") for line in lines)
     assert differences(first, toy(tmp_path / "3")) == []
-
-
-# The entry point and the health check.
-
-
-def test_arguments_for_a_mounted_model(tmp_path: Path) -> None:
-    environment = {"SPARKINFER_MODEL": str(tmp_path), "SPARKINFER_PORT": "9", "SPARKINFER_MIXED_CHUNK": "0"}
-    made = entrypoint.arguments(["--seed", "1"], environment)
-    assert made == ["serve", str(tmp_path), "--host", "0.0.0.0", "--port", "9", "--seed", "1"]
-    assert environment == {"SPARKINFER_MIXED_CHUNK": "0"}
-
-
-def test_a_subcommand_passes_through() -> None:
-    assert entrypoint.arguments(["doctor"], {"SPARKINFER_MODEL": "x"}) == ["doctor"]
-    made = entrypoint.arguments(["serve", "/models/x", "--port", "9"], {"SPARKINFER_PORT": "1"})
-    assert made == ["serve", "--host", "0.0.0.0", "--port", "1", "/models/x", "--port", "9"]
-
-
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({}, "SPARKINFER_MODEL is not set"),
-        ({"SPARKINFER_MODEL": "/models/none"}, "mount one"),
-        ({"SPARKINFER_MODEL": "a/b"}, "pinned revision"),
-        ({"SPARKINFER_MODEL": "a/b", "SPARKINFER_MODEL_REVISION": "main"}, "pinned revision"),
-        ({"SPARKINFER_MODEL": "../../none/at/all"}, "mount one"),
-    ],
-)
-def test_model_that_cannot_be_had_is_explained(environment: dict[str, str], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
-        entrypoint.arguments([], environment, tmp_path)
-
-
-def test_fetched_model_is_not_fetched_again(tmp_path: Path) -> None:
-    folder = tmp_path / "a--b@111111111111"
-    folder.mkdir()
-    (folder / ".complete").touch()
-    assert entrypoint.find_model("a/b", "1" * 40, tmp_path) == folder
-
-
-def test_hub_model_is_fetched_at_its_pinned_revision(tmp_path: Path) -> None:
-    """From a server that speaks the hub's protocol; a model at another commit is not taken for it."""
-    revision, files = "2" * 40, {"config.json": b"{}", "model.safetensors": b"weights"}
-
-    class Hub(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path.startswith(f"/api/models/a/b/revision/{revision}"):
-                siblings = [{"rfilename": name} for name in files]
-                self.answer(json.dumps({"id": "a/b", "sha": revision, "siblings": siblings}).encode())
-                return
-            if self.path.startswith(f"/api/models/a/b/tree/{revision}"):
-                tree = [{"type": "file", "path": k, "size": len(v), "oid": "0" * 40} for k, v in files.items()]
-                self.answer(json.dumps(tree).encode())
-                return
-            name = self.path.partition(f"/a/b/resolve/{revision}/")[2]
-            self.answer(files.get(name))
-
-        do_HEAD = do_GET
-
-        def answer(self, data: bytes | None) -> None:
-            self.send_response(404 if data is None else 200)
-            self.send_header("Content-Length", str(len(data or b"")))
-            self.send_header("X-Repo-Commit", revision)
-            self.send_header("ETag", f'"{hashlib.sha1(data or b"").hexdigest()}"')
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(data or b"")
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    script = "import sys; from sparkinfer_containers.entrypoint import arguments; from pathlib import Path; import os;"
-    script += "print(arguments([], os.environ, Path(sys.argv[1]))[1])"
-    outer = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home")}
-    outer |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "containers")]), "NO_PROXY": "127.0.0.1"}
-    outer |= {"SPARKINFER_MODEL": "a/b", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-
-    def fetch(commit: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", script, str(tmp_path / "models")]
-        return subprocess.run(
-            command, env=outer | {"SPARKINFER_MODEL_REVISION": commit}, capture_output=True, text=True, check=False
-        )
-
-    try:
-        done = fetch(revision)
-        assert done.returncode == 0, done.stderr
-        other = fetch("3" * 40)
-    finally:
-        server.shutdown()
-        server.server_close()
-    folder = tmp_path / "models" / f"a--b@{revision[:12]}"
-    assert done.stdout.strip() == str(folder)
-    assert {name: (folder / name).read_bytes() for name in files} == files
-    assert other.returncode != 0
-    assert "could not be fetched" in other.stderr
-    # With the server gone a second start finds what the first one fetched.
-    assert fetch(revision).stdout.strip() == str(folder)
-
-
-def test_health_check(mirror: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARKINFER_PORT", mirror({"/health": b"{}"}).rsplit(":", 1)[1])
-    assert health.main() == 0
-    monkeypatch.setenv("SPARKINFER_PORT", mirror({}).rsplit(":", 1)[1])
-    assert health.main() == 1
-    monkeypatch.setenv("SPARKINFER_PORT", "9")
-    assert health.main() == 1
-
-
-def test_unpacked_image_runs_read_only_as_another_user(tmp_path: Path) -> None:
-    """A tiny root with the host's busybox-like tools bound in: what the sandbox lets a process do."""
-    from sparkinfer_containers.image.run import command
-
-    if not shutil.which("bwrap"):
-        pytest.skip("bubblewrap is not installed")
-    root = tmp_path / "image" / "root"
-    for name in ("dev", "proc", "tmp", "usr", "models", "etc"):
-        (root / name).mkdir(parents=True)
-    for name in ("bin", "lib", "lib64"):
-        (root / name).symlink_to(f"usr/{name}")
-    settings_ = {"User": "10001:10001", "WorkingDir": "/", "Env": ["PATH=/usr/bin"], "Entrypoint": ["/bin/sh", "-c"]}
-    (tmp_path / "image" / "config.json").write_text(json.dumps({"config": settings_}))
-    script = 'id -u; echo "$SPARKINFER_IMAGE_DIGEST"; echo $$; touch /etc/x 2>/dev/null || echo read-only; '
-    script += "touch /tmp/x && ls /tmp"
-    listed = command(tmp_path / "image", "sha256:1", arguments=[script])
-    at = listed.index("--dev")
-    listed[at:at] = ["--ro-bind", "/usr", "/usr"]
-    done = subprocess.run(listed, capture_output=True, text=True, timeout=60, env=dict(os.environ, SECRET="1"))
-    if "No permissions" in done.stderr or "Operation not permitted" in done.stderr:
-        pytest.skip(f"namespaces are not allowed here: {done.stderr.strip()}")
-    assert done.stdout.split() == ["10001", "sha256:1", "1", "read-only", "x"], done.stderr
 
 
 def test_second_build_that_differs_is_not_reproduced(

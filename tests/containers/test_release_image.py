@@ -303,11 +303,21 @@ def test_sbom_lists_what_is_installed(image: Path, pulled: Path) -> None:
     assert any(name == "sparkinfer" for _, name, _ in named)
 
 
+def test_own_wheel_is_built_by_the_backend_that_the_provenance_names(image: Path, pulled: Path) -> None:
+    listed = json.loads((image / "provenance.json").read_text())["buildDefinition"]["resolvedDependencies"]
+    (uri,) = [item["uri"] for item in listed if item.get("name") == "build backend"]
+    version = uri.removeprefix("pkg:pypi/setuptools@")
+    (made,) = (pulled / "root" / LIBRARY).glob("sparkinfer-*.dist-info/WHEEL")
+    assert f"Generator: setuptools ({version})" in made.read_text()
+
+
 def test_image_without_a_model_says_what_to_do(pulled: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with Container(pulled, (pulled / "digest").read_text(), log) as container:
         assert container.process.wait(60) == 2
-    assert "mount one" in log.read_text()
+    said = log.read_text()
+    assert "no model is mounted at /models/qwen3.8-27b-nvfp4" in said
+    assert "set SPARKINFER_MODEL_REVISION to its commit" in said
 
 
 def test_command_in_the_image(pulled: Path) -> None:

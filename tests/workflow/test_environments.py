@@ -150,3 +150,21 @@ def test_baseline_imports_torchvision_through_the_hook() -> None:
     bare = subprocess.run([str(python), "-S", "-c", "import sys; print('sparkinfer_baseline_hook' in sys.modules)"],
                           capture_output=True, text=True, check=False)  # fmt: skip
     assert bare.stdout.strip() == "False"
+
+
+SIGNED_BY = ("sigstore", "asn1crypto", "cyclonedx-python-lib", "setuptools", "pyarrow", "matplotlib")
+"""What writes bytes that are signed: bundles, SBOM, the project's wheel, records and plots."""
+
+
+def test_versions_that_decide_signed_bytes_are_pinned_and_locked() -> None:
+    """A new resolution takes no other version of them by the way."""
+    asked = (ROOT / "workflow/envs/engine.in").read_text().split()
+    pinned = dict(line.split("==") for line in asked if "==" in line)
+    assert set(SIGNED_BY) <= set(pinned)
+    locked = (ROOT / "workflow/envs/engine.txt").read_text()
+    for name, version in pinned.items():
+        found = re.findall(rf"(?m)^{re.escape(name)}==(\S+)", locked)
+        elsewhere = re.findall(rf"(?m)^{re.escape(name)}==(\S+)", (ROOT / "workflow/envs/torch-cpu.txt").read_text())
+        assert found + elsewhere == [version], name
+    backend = (ROOT / "containers/locks/build.txt").read_text()
+    assert f"setuptools=={pinned['setuptools']} " in backend, "run `make relock`"

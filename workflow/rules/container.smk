@@ -17,6 +17,7 @@ rule container_image:
         # The key in the folder's name stands for their content.
         debian=ancient("containers/locks/debian-{variant}.json"),
         python=ancient("containers/locks/python-{variant}.txt"),
+        backend=ancient("containers/locks/build.txt"),
         recipe=ancient("containers/image.toml"),
     output:
         "results/images/{variant}-{key}/image.json",
@@ -99,7 +100,7 @@ rule report_signed:
         trust=TRUST,
     shell:
         "{{ {params.run} sign-report {params.folder} --raw {params.raw} --trust {params.trust} {params.image}"
-        " && {params.verify} {params.folder} --json {output}; }} 2>&1 | tee {log}"
+        " && {params.verify} {params.folder} --raw {params.raw} --json {output}; }} 2>&1 | tee {log}"
 
 
 # Push to a loopback registry, verify, pull, run, and ask a question: an image on its own.
@@ -175,7 +176,8 @@ rule release_verified:
         verify=VERIFY,
     shell:
         "{{ {params.verify} {params.layout} --json {output.image}"
-        " && {params.verify} reports/{wildcards.run} --json {output.report}; }} 2>&1 | tee {log}"
+        " && {params.verify} reports/{wildcards.run} --raw results/{wildcards.run} --json {output.report}; }} 2>&1"
+        " | tee {log}"
 
 
 # What docs/container.md points to. Not part of a release: it downloads and builds everything once more.

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def oci_annotations(recipe: Recipe, commit: str, created: int, source_digest: st
     prefix = "org.opencontainers.image"
     return {
         f"{prefix}.title": recipe.name,
-        f"{prefix}.description": f"{recipe.title}, variant {recipe.variant.name}",
+        f"{prefix}.description": f"{recipe.preset.title}, variant {recipe.variant.name}",
         f"{prefix}.version": recipe.version,
         f"{prefix}.revision": commit,
         f"{prefix}.source": recipe.source,
@@ -101,7 +102,7 @@ def config(
         "TRITON_CACHE_DIR": "/tmp/triton",
         "SPARKINFER_HOST": "0.0.0.0",
         "SPARKINFER_PORT": str(PORT),
-        **recipe.environment,
+        **recipe.preset.environment(),
     }
     python = "/usr/bin/python3"
     return {
@@ -131,12 +132,12 @@ def config(
     }
 
 
-def _dependencies(
+def dependencies(
     recipe: Recipe, commit: str, lock: debs.DebianLock, locked: list[wheels.Wheel], project: Path
 ) -> list[dict[str, Any]]:
-    """resolvedDependencies of the provenance: source, locks, debs, wheels, each with its digest."""
+    """resolvedDependencies of the provenance: source, locks, debs, wheels, build backend, each with its digest."""
     made: list[dict[str, Any]] = [{"uri": f"git+{recipe.source}", "digest": {"gitCommit": commit}, "name": "source"}]
-    for path in (recipe.debian_lock, recipe.python_lock, recipe.containers / "image.toml"):
+    for path in (recipe.debian_lock, recipe.python_lock, recipe.backend_lock, recipe.containers / "image.toml"):
         made.append(
             {"name": f"containers/{path.relative_to(recipe.containers)}", "digest": {"sha256": file_sha256(path)}}
         )
@@ -146,6 +147,9 @@ def _dependencies(
         made.append({"uri": uri, "digest": {"sha256": deb.sha256}})
     for wheel in locked:
         made.append({"uri": f"pkg:pypi/{wheel.name.lower()}@{wheel.version}", "digest": {"sha256": wheel.sha256}})
+    for wheel in wheels.read_lock(recipe.backend_lock):
+        uri = f"pkg:pypi/{wheel.name.lower()}@{wheel.version}"
+        made.append({"uri": uri, "digest": {"sha256": wheel.sha256}, "name": "build backend"})
     return made
 
 
@@ -204,7 +208,8 @@ def _build(recipe: Recipe, repository: Path, revision: str, work: Path, caches: 
     commit, created = wheels.commit_of(repository, recipe, revision)
     source = wheels.project_source(repository, commit, work)
     source_digest = source_tree_digest(source)
-    project = wheels.project_wheel(source, recipe.epoch, work)
+    backend = wheels.fetch(recipe, caches.wheels, recipe.backend_lock)
+    project = wheels.project_wheel(source, recipe.epoch, work, backend)
     layout = Layout.create(work / "made" / "layout")
     layers, packages, left_out = _layers(recipe, lock, files, project, layout)
     annotations = oci_annotations(recipe, commit, created, source_digest)
@@ -220,8 +225,8 @@ def _build(recipe: Recipe, repository: Path, revision: str, work: Path, caches: 
     parameters = {"name": recipe.name, "variant": recipe.variant.name, "version": recipe.version, "commit": commit}
     provenance = statements.provenance(
         external_parameters={**parameters, "source": recipe.source, "epoch": recipe.epoch},
-        internal_parameters={"tools": tool_versions()},
-        dependencies=_dependencies(recipe, commit, lock, locked, project),
+        internal_parameters={"tools": tool_versions(recipe)},
+        dependencies=dependencies(recipe, commit, lock, locked, project),
         builder_id=statements.SELF_BUILDER,
         invocation_id=f"{commit[:12]}-{recipe.variant.name}",
     )
@@ -246,9 +251,8 @@ def _build(recipe: Recipe, repository: Path, revision: str, work: Path, caches: 
     }
 
 
-def tool_versions() -> dict[str, str]:
-    """Programs that took part in the build."""
-    from importlib.metadata import version
-
+def tool_versions(recipe: Recipe) -> dict[str, str]:
+    """Programs that took part in the build; those of the build backend are locked."""
     shown = tools.run([tools.need("mmdebstrap"), "--version"]).split()[-1]
-    return {"mmdebstrap": shown, **{name: version(name) for name in ("pip", "setuptools", "wheel")}}
+    locked = {wheel.name: wheel.version for wheel in wheels.read_lock(recipe.backend_lock)}
+    return {"mmdebstrap": shown, "pip": version("pip"), **locked}

@@ -52,7 +52,13 @@ def image_key(repository: Path, recipe: Recipe) -> tuple[str, str]:
     commit, _ = commit_of(repository, recipe)
     folder = recipe.containers / "sparkinfer_containers"
     builder = {path for pattern in BUILDER for path in folder.glob(pattern) if path.name not in NOT_BUILDER}
-    files = [recipe.containers / "image.toml", recipe.debian_lock, recipe.python_lock, *sorted(builder)]
+    files = [
+        recipe.containers / "image.toml",
+        recipe.debian_lock,
+        recipe.python_lock,
+        recipe.backend_lock,
+        *sorted(builder),
+    ]
     digests = {path.relative_to(recipe.containers).as_posix(): file_sha256(path) for path in files}
     return short(json_digest([recipe.name, recipe.variant.name, commit, digests]), 12), commit
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tarfile
 from fnmatch import fnmatch
 from pathlib import Path
+from urllib.parse import quote
 
 from sparkinfer_containers.image.debs import ARCHITECTURE, MERGED_USR, DebianLock, repository
 from sparkinfer_containers.image.settings import Recipe
@@ -40,7 +41,8 @@ def build(recipe: Recipe, lock: DebianLock, files: dict[str, Path], target: Path
     command = [need("mmdebstrap"), "--variant=essential", f"--architectures={ARCHITECTURE}", "--format=tar", *options]
     command += [f"--include={','.join(deb.name for deb in lock.debs)}", MERGED_USR]
     command += [f"--customize-hook={hook}" for hook in hooks]
-    command += [lock.suite, str(raw), f"deb [trusted=yes] copy://{flat} ./"]
+    # apt takes a space for the end of the address.
+    command += [lock.suite, str(raw), f"deb [trusted=yes] copy://{quote(str(flat))} ./"]
     run(command, extra={"SOURCE_DATE_EPOCH": str(recipe.epoch), "TMPDIR": str(work)})
     normalise(raw, target, recipe.epoch)
     raw.unlink()

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import ConfigError
+from sparkinfer_containers.entrypoint import COMMIT
 
 NAME_SETTING = "ATTEST_IMAGE_NAME"
+PRESET = "SPARKINFER_PRESET_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,31 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
+class Preset:
+    """What an image's name stands for: a default model, its drafter ("": none) and settings.
+
+    `revision` is the hub's commit, "" where none is known: then the user has to give one.
+    """
+
+    title: str
+    folder: str
+    hub: str
+    revision: str
+    drafter: str
+    settings: dict[str, str]
+
+    def environment(self) -> dict[str, str]:
+        """Variables of the image, read by sparkinfer_containers.entrypoint; what is not known is left out."""
+        named = {"FOLDER": self.folder, "HUB": self.hub, "REVISION": self.revision, "DRAFTER": self.drafter}
+        return {**{PRESET + name: value for name, value in named.items() if value}, **self.settings}
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """All settings of one image."""
 
     name: str
-    title: str
+    preset: Preset
     version: str
     registry: str
     source: str
@@ -40,7 +62,6 @@ class Recipe:
     python: str
     epoch: int
     user: int
-    environment: dict[str, str]
     variant: Variant
     omit: dict[str, str]
     kept: dict[str, str]
@@ -63,6 +84,11 @@ class Recipe:
         return self.containers / "locks" / f"debian-{self.variant.name}.json"
 
     @property
+    def backend_lock(self) -> Path:
+        """The hashed wheels that build the project's own wheel, the same for all variants."""
+        return self.containers / "locks" / "build.txt"
+
+    @property
     def python_lock(self) -> Path:
         """The variant's hashed wheels."""
         return self.containers / "locks" / f"python-{self.variant.name}.txt"
@@ -82,10 +108,12 @@ def load(repository: Path, variant: str, name: str | None = None) -> Recipe:
         raise ConfigError(f"image name {chosen!r} is unknown: {', '.join(sorted(data['presets']))} are in image.toml")
     if variant not in data["variants"]:
         raise ConfigError(f"variant {variant!r} is unknown: {', '.join(sorted(data['variants']))} are in image.toml")
-    preset = data["presets"][chosen]
+    preset = Preset(**data["presets"][chosen])
+    if preset.revision and not COMMIT.match(preset.revision):
+        raise ConfigError(f"image.toml, {chosen}: revision {preset.revision!r} is no commit of 40 hexadecimal digits")
     return Recipe(
         name=chosen,
-        title=preset["title"],
+        preset=preset,
         version=version,
         registry=image["registry"],
         source=image["source"],
@@ -93,7 +121,6 @@ def load(repository: Path, variant: str, name: str | None = None) -> Recipe:
         python=image["python"],
         epoch=image["epoch"],
         user=image["user"],
-        environment=dict(preset["environment"]),
         variant=Variant(variant, **data["variants"][variant]),
         omit=dict(data["omit"]),
         kept=dict(data["kept"]),

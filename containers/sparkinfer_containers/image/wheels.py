@@ -9,14 +9,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.identity import file_sha256
-from sparkinfer_containers.image.settings import Recipe
+from sparkinfer_containers.image.settings import Recipe, Variant
 from sparkinfer_containers.image.symbols import drop_symbols
 from sparkinfer_containers.image.tools import need, run
 
@@ -75,10 +75,10 @@ def _torch_index() -> list[str]:
     return [f"--extra-index-url={index}"] if index else []
 
 
-def fetch(recipe: Recipe, cache: Path) -> dict[str, Path]:
-    """Every locked wheel in `cache`, by digest. Raises EnvironmentProblem when pip cannot get one."""
+def fetch(recipe: Recipe, cache: Path, lock: Path | None = None) -> dict[str, Path]:
+    """Every wheel of a lock (the variant's) in `cache`, by digest. Raises EnvironmentProblem when one is not had."""
     cache.mkdir(parents=True, exist_ok=True)
-    wanted = read_lock(recipe.python_lock)
+    wanted = read_lock(lock or recipe.python_lock)
     have = {file_sha256(path): path for path in cache.glob("*.whl")}
     absent = [wheel for wheel in wanted if wheel.sha256 not in have]
     # torch has an index of its own. The others are not looked for there, so that they come where that index is out of
@@ -181,8 +181,9 @@ def strip(target: Path, patterns: Sequence[str]) -> list[LeftOut]:
 
 def inputs(recipe: Recipe) -> list[str]:
     """Paths of the repository that decide what is in the image, besides the builder itself."""
-    locks = [path.relative_to(recipe.containers.parent).as_posix() for path in (recipe.debian_lock, recipe.python_lock)]
-    return [*SOURCES, "containers/image.toml", *locks]
+    locks = (recipe.debian_lock, recipe.python_lock, recipe.backend_lock)
+    named = [path.relative_to(recipe.containers.parent).as_posix() for path in locks]
+    return [*SOURCES, "containers/image.toml", *named]
 
 
 def commit_of(repository: Path, recipe: Recipe, revision: str = "HEAD") -> tuple[str, int]:
@@ -211,13 +212,30 @@ def project_source(repository: Path, commit: str, work: Path) -> Path:
     return source
 
 
-def project_wheel(source: Path, epoch: int, work: Path) -> Path:
-    """The project's wheel, built from `project_source`."""
-    output = work / "wheel"
-    command = [*_pip(), "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", f"--wheel-dir={output}", "."]
-    run(command, cwd=source, extra={"SOURCE_DATE_EPOCH": str(epoch), "PYTHONHASHSEED": "0"})
+def project_wheel(source: Path, epoch: int, work: Path, backend: Mapping[str, Path]) -> Path:
+    """The project's wheel, built from `project_source` by the locked build backend (wheels by digest) and nothing else.
+
+    pip makes the backend an environment of its own, in which neither this one's packages nor its settings are seen.
+    """
+    output, tools = work / "wheel", work / "backend"
+    tools.mkdir()
+    for path in backend.values():
+        shutil.copy(path, tools)
+    command = [*_pip(), "wheel", "--no-deps", "--no-index", f"--find-links={tools}", "--no-cache-dir"]
+    alone = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_NO_BUILD_ISOLATION": ""}
+    extra = {"SOURCE_DATE_EPOCH": str(epoch), "PYTHONHASHSEED": "0", **alone}
+    run([*command, f"--wheel-dir={output}", "."], cwd=source, extra=extra)
     (made,) = output.glob("*.whl")
     return made
+
+
+BACKEND = ("setuptools",)
+"""What builds the project's wheel: the backend that pyproject.toml names. It brings what it writes the archive with."""
+
+
+def relock_backend(recipe: Recipe, repository: Path) -> list[Wheel]:
+    """Resolve the build backend within the engine's own lock."""
+    return relock(replace(recipe, variant=Variant("build", [], list(BACKEND), ["engine.txt"], [])), repository)
 
 
 def relock(recipe: Recipe, repository: Path) -> list[Wheel]:
@@ -269,8 +287,8 @@ def _unique(pins: list[str]) -> list[str]:
     return list(chosen.values())
 
 
-def write_lock(wheels: list[Wheel], path: Path, variant: str) -> None:
-    """Write a wheel lock."""
-    head = f"# Wheels of the {variant} image; made by `make relock`, resolved within workflow/envs/.\n"
+def write_lock(wheels: list[Wheel], path: Path, purpose: str) -> None:
+    """Write a wheel lock; `purpose` says what the wheels do."""
+    head = f"# Wheels {purpose}; made by `make relock`, resolved within workflow/envs/.\n"
     lines = [f"{wheel.name}=={wheel.version} --hash=sha256:{wheel.sha256}\n" for wheel in wheels]
     path.write_text(head + "".join(lines), encoding="utf-8")

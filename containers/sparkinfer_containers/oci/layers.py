@@ -12,8 +12,10 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import IO, cast
 
 from sparkinfer_containers.errors import DigestProblem
+from sparkinfer_containers.oci.stream import Forward
 
 BLOCK = 1 << 16
 END = 2 * tarfile.BLOCKSIZE
@@ -119,36 +121,59 @@ def check_layers(layers: Iterable[tuple[str, Path]]) -> int:
     """Check every entry of plain layers `(digest, file)`; the number of entries. Raises DigestProblem."""
     check, count = LayerCheck(), 0
     for digest, path in layers:
-        with _entries(path, digest) as (_, entries):
-            for entry in entries:
-                check.path(entry, digest)
-                count += 1
+        with path.open("rb") as handle:
+            count += _check_entries(check, handle, digest)
+    return count
+
+
+def check_streams(layers: Iterable[tuple[str, Iterable[bytes]]]) -> int:
+    """`check_layers` of `(digest, pieces)`, each read once and to its end, so that `pieces` can check the digest.
+
+    Where both bytes and entries are wrong, what `pieces` raises at the end counts.
+    """
+    check, count = LayerCheck(), 0
+    for digest, pieces in layers:
+        stream = Forward(pieces)
+        try:
+            count += _check_entries(check, cast("IO[bytes]", stream), digest)
+        except DigestProblem:
+            stream.drain()
+            raise
+        stream.drain()
+    return count
+
+
+def _check_entries(check: LayerCheck, handle: IO[bytes], digest: str) -> int:
+    count = 0
+    with _entries(handle, digest) as (_, entries):
+        for entry in entries:
+            check.path(entry, digest)
+            count += 1
     return count
 
 
 @contextmanager
-def _entries(path: Path, digest: str) -> Iterator[tuple[tarfile.TarFile, Iterator[tarfile.TarInfo]]]:
+def _entries(handle: IO[bytes], digest: str) -> Iterator[tuple[tarfile.TarFile, Iterator[tarfile.TarInfo]]]:
     """A plain layer and its entries, to the last byte. Raises DigestProblem for one that is cut short or malformed."""
     try:
-        with tarfile.open(path, "r:") as tar:
-            yield tar, _all_entries(tar, path, digest)
+        with tarfile.open(fileobj=handle, mode="r:") as tar:
+            yield tar, _all_entries(tar, handle, digest)
     except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
         raise DigestProblem(f"{digest} is not a plain tar layer: {error}") from error
 
 
-def _all_entries(tar: tarfile.TarFile, path: Path, digest: str) -> Iterator[tarfile.TarInfo]:
+def _all_entries(tar: tarfile.TarFile, handle: IO[bytes], digest: str) -> Iterator[tarfile.TarInfo]:
     """The entries; then all the rest of the file has to be zero.
 
     tarfile ends at the first header that it cannot read, where other programs go on: what follows would be unchecked.
     """
     yield from tar
-    with path.open("rb") as handle:
-        handle.seek(tar.offset)
-        left = 0
-        while piece := handle.read(BLOCK):
-            if piece.count(0) != len(piece):
-                raise DigestProblem(f"{digest}: a malformed entry, or bytes after the last one, at byte {tar.offset}")
-            left += len(piece)
+    handle.seek(tar.offset)
+    left = 0
+    while piece := handle.read(BLOCK):
+        if piece.count(0) != len(piece):
+            raise DigestProblem(f"{digest}: a malformed entry, or bytes after the last one, at byte {tar.offset}")
+        left += len(piece)
     if left < END:
         raise DigestProblem(f"{digest}: the layer is cut short: its end mark is missing")
 
@@ -160,7 +185,7 @@ def unpack(layers: Iterable[tuple[str, Path]], target: Path) -> None:
     check = LayerCheck()
     target.mkdir(parents=True)
     for digest, path in listed:
-        with _entries(path, digest) as (tar, entries):
+        with path.open("rb") as handle, _entries(handle, digest) as (tar, entries):
             for entry in entries:
                 _extract(tar, entry, target / check.path(entry, digest), target)
 

@@ -19,9 +19,8 @@ from sparkinfer_containers.oci.model import (
     canonical,
     parse_object,
 )
+from sparkinfer_containers.oci.stream import checked, file_pieces
 from sparkinfer_containers.statements import bare_sha256
-
-PIECE = 1 << 20
 
 
 class Layout:
@@ -121,6 +120,17 @@ class Layout:
         if path.stat().st_size != wanted.size or "sha256:" + file_sha256(path) != wanted.digest:
             raise DigestProblem(f"blob {wanted.digest} in {self.path} does not have that digest and size")
         return path
+
+    def pieces(self, wanted: Descriptor) -> Iterator[bytes]:
+        """The bytes of a large blob, read once; after the last piece digest and size are checked (`checked`)."""
+        path = self.blob_path(wanted.digest)
+        if not path.is_file() or path.is_symlink():
+            raise DigestProblem(f"blob {wanted.digest} is missing from {self.path}")
+
+        def refuse(_count: int, _digest: str) -> DigestProblem:
+            return DigestProblem(f"blob {wanted.digest} in {self.path} does not have that digest and size")
+
+        return checked(file_pieces(path), wanted, refuse)
 
     def referrers(self, digest: str) -> Iterator[Descriptor]:
         """Descriptors of the manifests listed here that name `digest` as their subject."""

@@ -6,11 +6,12 @@ from ATTEST_REGISTRY_USER and ATTEST_REGISTRY_PASSWORD; without them access is a
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import tempfile
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ import httpx
 
 from sparkinfer.errors import EnvironmentProblem
 from sparkinfer_containers.errors import DigestProblem, UsageProblem
-from sparkinfer_containers.oci.layout import PIECE, Layout
+from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.model import INDEX, MANIFEST, MANIFEST_LIMIT, Descriptor, canonical, parse_object, sha256
+from sparkinfer_containers.oci.stream import AHEAD, PIECE, checked, gathered
 from sparkinfer_containers.statements import bare_sha256
 
 _REFERENCE = re.compile(
@@ -186,27 +188,34 @@ class Registry:
         if target.exists():
             return target
         partial = target.with_suffix(".part")
-        digest, count = hashlib.sha256(), 0
+        with partial.open("wb") as handle, ThreadPoolExecutor(1) as pool:
+            written: deque[Future[int]] = deque()
+            for piece in self.pieces(wanted):
+                written.append(pool.submit(handle.write, piece))
+                if len(written) > AHEAD:
+                    written.popleft().result()
+            for future in written:
+                future.result()
+        partial.rename(target)
+        return target
+
+    def pieces(self, wanted: Descriptor) -> Iterator[bytes]:
+        """The bytes of a blob as they arrive; after the last piece digest and size are checked (`checked`)."""
+
+        def refuse(count: int, digest: str) -> DigestProblem:
+            return DigestProblem(f"blob {wanted.digest}: the registry served {count} bytes of sha256:{digest}")
+
+        return checked(gathered(self._raw(wanted)), wanted, refuse)
+
+    def _raw(self, wanted: Descriptor) -> Iterator[bytes]:
         answer = self._send("GET", f"{self._base}/blobs/{wanted.digest}", stream=True)
         try:
             self._expect(answer, f"blob {wanted.digest}", 200)
-            with partial.open("wb") as handle:
-                for piece in answer.iter_raw(PIECE):
-                    count += len(piece)
-                    if count > wanted.size:
-                        raise DigestProblem(f"blob {wanted.digest}: more than the {wanted.size} bytes announced")
-                    digest.update(piece)
-                    handle.write(piece)
+            yield from answer.iter_raw()
         except httpx.HTTPError as error:
             raise EnvironmentProblem(f"blob {wanted.digest}: the connection broke ({error}): try again") from error
         finally:
             answer.close()
-        if count != wanted.size or "sha256:" + digest.hexdigest() != wanted.digest:
-            raise DigestProblem(
-                f"blob {wanted.digest}: the registry served {count} bytes of sha256:{digest.hexdigest()}"
-            )
-        partial.rename(target)
-        return target
 
     def referrers(self, digest: str) -> Iterator[Descriptor]:
         """Referrers of a manifest: by the referrers API; when that is absent or lists none, by the fallback tag."""

@@ -46,6 +46,12 @@ def _parser() -> argparse.ArgumentParser:
         help="exit 4 unless the evaluation of this run is among the statements",
     )
     parser.add_argument(
+        "--raw",
+        type=Path,
+        metavar="results/RUN",
+        help="of a report: also hold the run's raw results, on the host that measured, against what was signed",
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the outcome as JSON ('-': to stdout alone)"
     )
     return parser
@@ -66,14 +72,16 @@ def _target(text: str) -> Path | Reference:
     return reference
 
 
-def verify_target(target: Path | Reference, trust: TrustRoot, signer: ExpectedSigner, outcome: Outcome) -> None:
+def verify_target(
+    target: Path | Reference, trust: TrustRoot, signer: ExpectedSigner, outcome: Outcome, raw: Path | None = None
+) -> None:
     """Verify under one trust root and fill `outcome`. Raises the first problem that ends a verification."""
     verifier = BundleVerifier(trust, signer)
     if isinstance(target, Reference):
         with Registry(target) as registry:
             verify_image(registry, str(target.digest), trust, verifier, outcome)
     elif (target / "report.json").is_file():
-        verify_report(target, trust, verifier, outcome)
+        verify_report(target, trust, verifier, outcome, raw)
     else:
         layout = Layout(target)
         verify_image(layout, layout.image().digest, trust, verifier, outcome)
@@ -82,12 +90,14 @@ def verify_target(target: Path | Reference, trust: TrustRoot, signer: ExpectedSi
 def _check(args: argparse.Namespace) -> Outcome:
     """Try the given trust root, else this host's private and the public one; the first that vouches counts."""
     target = _target(args.target)
+    if args.raw and (not args.raw.is_dir() or isinstance(target, Reference) or not (target / "report.json").is_file()):
+        raise UsageProblem(f"--raw {args.raw}: needs a folder of raw results, and a report folder as TARGET")
     roots = iter([trust_root(args.trusted_root)]) if args.trusted_root else default_roots(args.require_public)
     refused: SignatureProblem | None = None
     for trust in roots:
         outcome = Outcome(args.target)
         try:
-            verify_target(target, trust, ExpectedSigner(trust, args.identity, args.issuer), outcome)
+            verify_target(target, trust, ExpectedSigner(trust, args.identity, args.issuer), outcome, args.raw)
         except SignatureProblem as problem:
             refused = refused or problem
             continue

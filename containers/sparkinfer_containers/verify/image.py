@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from sparkinfer_containers import checks
 from sparkinfer_containers.errors import DigestProblem, SignatureProblem
-from sparkinfer_containers.oci.layers import check_layers
+from sparkinfer_containers.oci.layers import check_streams
 from sparkinfer_containers.oci.model import (
     BUNDLE,
     BUNDLE_LIMIT,
@@ -36,6 +37,8 @@ class Source(Protocol):
 
     def blob_file(self, wanted: Descriptor) -> Path: ...
 
+    def pieces(self, wanted: Descriptor) -> Iterable[bytes]: ...
+
     def referrers(self, digest: str) -> Iterable[Descriptor]: ...
 
 
@@ -63,9 +66,12 @@ def _list(manifest: dict[str, Any], name: str, where: str) -> list[Any]:
 
 
 def check_image(source: Source, digest: str) -> tuple[int, int]:
-    """Re-hash manifest, config and layers and check every layer entry; (layers, entries). Raises DigestProblem."""
+    """Re-hash manifest, config and layers and check every layer entry; (layers, entries). Raises DigestProblem.
+
+    Each layer is read once, and none is kept.
+    """
     _, layers = image_parts(source, digest)
-    return len(layers), check_layers((item.digest, source.blob_file(item)) for item in layers)
+    return len(layers), check_streams((item.digest, source.pieces(item)) for item in layers)
 
 
 def read_attestations(source: Source, digest: str, verifier: BundleVerifier) -> list[Verified]:
@@ -114,9 +120,11 @@ def verify_image(source: Source, digest: str, trust: TrustRoot, verifier: Bundle
             run, cells = statement.predicate["run"], statement.predicate["cells"]
             outcome.evaluations.append(run)
             outcome.figures[run] = cells
-            outcome.proved.append(
-                f"evaluation of this image: run {run}, {len(cells)} signed figures (--json lists them)"
-            )
+            signed = [f"{len(cells)} signed figures"]
+            if "checks" in statement.predicate:
+                outcome.checks[run] = statement.predicate["checks"]
+                signed.append(checks.summary(statement.predicate["checks"]))
+            outcome.proved.append(f"evaluation of this image: run {run}, {' and '.join(signed)} (--json lists them)")
     if EVALUATION not in {statement.predicate_type for statement in found}:
         outcome.not_proved.append("any figure: no evaluation of this image is attached")
     else:

@@ -27,6 +27,8 @@ class Outcome:
     """Names of the runs whose signed evaluations are about the target."""
     figures: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """By run, the figures that an image's evaluation signs (`cells` of docs/predicates/evaluation-v1.md)."""
+    checks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By run, the correctness checks that an evaluation signs (`checks` there)."""
 
     def problem(self, exit_code: int, text: str) -> None:
         """Record a reason to refuse."""
@@ -57,6 +59,7 @@ class Outcome:
             "signers": {} if failed else self.signers,
             "evaluations": [] if failed else self.evaluations,
             "figures": {} if failed else self.figures,
+            "checks": {} if failed else self.checks,
         }
 
     def to_text(self) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from sparkinfer.errors import ConfigError
 from sparkinfer.identity import file_sha256
-from sparkinfer_containers.errors import DigestProblem, SignatureProblem
+from sparkinfer_containers import checks
+from sparkinfer_containers.errors import DigestProblem, SignatureProblem, UsageProblem
 from sparkinfer_containers.oci.model import BUNDLE_LIMIT
 from sparkinfer_containers.statements import EVALUATION, EVALUATION_SOURCE, SHORT_NAMES
 from sparkinfer_containers.trust import LEVELS, TrustRoot
@@ -85,6 +86,36 @@ def _compare_with_statement(folder: Path, report: dict[str, Any], predicate: dic
         if len(predicate["cells"]) != len(report["cells"]):
             outcome.problem(1, f"{len(predicate['cells'])} figures were signed, report.json has {len(report['cells'])}")
 
+    if "checks" in predicate:
+        try:
+            found = checks.differences(predicate["checks"], report)
+        except UsageProblem as problem:
+            raise DigestProblem(str(problem)) from problem
+        for line in found:
+            outcome.problem(1, line)
+        outcome.checks[report["run"]] = predicate["checks"]
+        outcome.proved.append(f"{checks.summary(predicate['checks'])} are as signed, each with value, unit and verdict")
+    else:
+        outcome.not_proved.append("rows of checks beyond report.json's digest: the evaluation is of version 1")
+
+
+def _compare_with_raw(raw: Path, report: dict[str, Any], predicate: dict[str, Any], outcome: Outcome) -> None:
+    """The run's raw results against their signed digests, and the checks' outputs against report.json."""
+    signed: dict[str, str] = predicate["raw_records"]
+    if not signed:
+        outcome.problem(4, "--raw: the evaluation was signed without digests of raw results")
+    for name, digest in sorted(signed.items()):
+        path = raw / name
+        if not path.is_file():
+            outcome.problem(4, f"{name} is signed but missing from {raw}")
+        elif _sha256(path) != digest:
+            outcome.problem(4, f"{name} in {raw} is not the raw result that was signed")
+    for line in checks.differences_from_raw(raw, report):
+        outcome.problem(1, line)
+    outcome.proved.append(
+        f"{len(signed)} raw results are as signed, and the outputs of {len(report['checks'])} checks are theirs"
+    )
+
 
 def _check_numbers(folder: Path, report: dict[str, Any], outcome: Outcome) -> None:
     from sparkinfer_containers.verify import numbers  # pyarrow and the evaluation: only needed for a report
@@ -102,12 +133,17 @@ def _check_numbers(folder: Path, report: dict[str, Any], outcome: Outcome) -> No
             "CHANGELOG.md and RELEASE_NOTE.md, follow from requests.parquet; their lines on checks repeat report.json"
         )
         outcome.not_proved.append(
-            "machine, versions, outputs of checks, validity gates and times of starts: recorded, not derived anew"
+            "machine, versions, what checks computed, validity gates and times of starts: recorded, not derived anew"
         )
 
 
-def verify_report(folder: Path, trust: TrustRoot, verifier: BundleVerifier, outcome: Outcome) -> None:
-    """Fill `outcome`; problems with numbers and files are collected, a bad signature is raised at once."""
+def verify_report(
+    folder: Path, trust: TrustRoot, verifier: BundleVerifier, outcome: Outcome, raw: Path | None = None
+) -> None:
+    """Fill `outcome`; problems with numbers and files are collected, a bad signature is raised at once.
+
+    `raw` is the run's folder of raw results on the host that measured: it is held against the signed digests too.
+    """
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
     if missing:
         raise DigestProblem(f"{folder}: missing {', '.join(missing)}")
@@ -129,6 +165,10 @@ def verify_report(folder: Path, trust: TrustRoot, verifier: BundleVerifier, outc
         return
     statement = evaluations[0]
     _compare_with_statement(folder, report, statement.predicate, outcome)
+    if raw is not None:
+        _compare_with_raw(raw, report, statement.predicate, outcome)
+    else:
+        outcome.not_proved.append("raw results beyond requests.parquet: their digests are signed (--raw compares them)")
     if report["container"] is not None and source and DISCLAIMER not in (folder / "CHANGELOG.md").read_text("utf-8"):
         outcome.problem(1, f"CHANGELOG.md does not say that its figures are '{DISCLAIMER}'")
     outcome.level = LEVELS[trust.mode]
