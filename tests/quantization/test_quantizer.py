@@ -124,7 +124,7 @@ def test_fused_experts_give_the_same(source, quantise, tmp_path):
         assert all(torch.equal(one[name].float(), two[name].float()) for name in one)
 
 
-def test_multimodal_source_keeps_its_names_and_its_other_parts(source, quantise, tmp_path):
+def test_multimodal_source_keeps_its_names_and_its_other_parts(source, quantise, text, tmp_path, capsys):
     folder = tmp_path / "vl"
     shutil.copytree(source(), folder)
     data = json.loads((folder / "config.json").read_text())
@@ -137,8 +137,12 @@ def test_multimodal_source_keeps_its_names_and_its_other_parts(source, quantise,
     }
     tensors |= {"model.visual.blocks.0.weight": torch.ones(3), "mtp.fc.weight": torch.ones(4, 16)}
     save_file(tensors, folder / "model.safetensors")
-    quantise(folder, tmp_path / "q")
+    arguments = ["--format", "nvfp4", "--calibration", str(text), "--calibration-tokens", "512"]
+    assert cli.main(["quantize", str(folder), str(tmp_path / "q"), *arguments]) == 0
+    said = "note: only the language model is quantised: 2 other tensors (mtp, visual) are copied as they are"
+    assert said in capsys.readouterr().err
     written = all_tensors(tmp_path / "q")
+    assert torch.equal(written["model.visual.blocks.0.weight"], torch.ones(3))
     assert written["mtp.fc.weight"].dtype == torch.float32
     assert "model.language_model.layers.0.mlp.up_proj.weight_scale_2" in written
     ignore = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["ignore"]

@@ -147,7 +147,7 @@ def document(
         "engines": {"a": {**a.engine, "method": a.method}, "b": {**b.engine, "method": b.method}},
         "figures": {**asdict(found), "answer_gap": min(found.answer_gap, UNKNOWN)},
         "held_out": task.digest,
-        "settings": {"context": options.context, "answer_tokens": options.answer_tokens, "limit": options.limit},
+        "settings": task.settings(),
         "command": shlex.join(["eval/accuracy.py", *command]),
         "machine": machine_facts(),
         "source": source_facts(ROOT),

@@ -19,14 +19,16 @@ HEAD = """# Accuracy records
 
 Made by `eval/accuracy_table.py` from the JSON files beside it; [docs/accuracy.md](../../docs/accuracy.md) defines the
 figures and says why there are two of top-1: "ties aside" leaves out positions whose two best 16-bit logits are exactly
-equal, "ties counted" takes them as differences. KL and gaps in nats. Limits: {limits}.
+equal, "ties counted" takes them as differences. KL and gaps in nats. `--limit` "all" is the whole held-out set.
+
+Limits: {limits}.
 
 {columns}
-|---|---|---:|---:|---:|---:|---:|---:|---:|---|
+|---|---|---|---:|---:|---:|---:|---:|---:|---:|---|
 """
 COLUMNS = (
-    "A", "B, the reference", "positions", "top-1, ties aside", "top-1, ties counted", "KL, mean", "perplexity A, B",
-    "largest gap", "equal answers", "within limits",
+    "A", "B, the reference", "`--context`, `--limit`, `--answer-tokens`", "positions", "top-1, ties aside",
+    "top-1, ties counted", "KL, mean", "perplexity A, B", "largest gap", "equal answers", "within limits",
 )  # fmt: skip
 
 
@@ -52,8 +54,14 @@ def engine_name(engine: dict[str, Any]) -> str:
     where = " server" if engine["kind"] == "server" else ""
     device = engine.get("device")
     on = f"on {device.partition(':')[0]}" if device and device != "cpu" else None
-    parts = [f"{kind}{where}", engine.get("version"), engine.get("model"), engine.get("dtype"), on]
+    release = f"as of {engine['release']}" if "release" in engine else None
+    parts = [f"{kind}{where}", engine.get("version"), release, engine.get("model"), engine.get("dtype"), on]
     return " ".join(str(part) for part in parts if part)
+
+
+def scope(settings: dict[str, Any]) -> str:
+    """How much of the held-out set was scored."""
+    return f"{settings['context']}, {settings['limit'] or 'all'}, {settings['answer_tokens']}"
 
 
 def line(document: dict[str, Any]) -> str:
@@ -64,9 +72,9 @@ def line(document: dict[str, Any]) -> str:
     perplexity = ", ".join("–" if loss is None else f"{math.exp(loss):.4f}" for loss in losses)
     verdict = "**no**: " + ", ".join(failed) if failed else "yes"
     cells = [
-        engine_name(document["engines"]["a"]), engine_name(document["engines"]["b"]), f"{f['positions']}",
-        f"{f['top1']:.4f}", f"{f['top1_plain']:.4f}", f"{f['kl']:.2e}", perplexity, f"{f['gap']:.3f}",
-        f"{f['answers_equal']} of {f['answers']}", verdict,
+        engine_name(document["engines"]["a"]), engine_name(document["engines"]["b"]),
+        scope(document["settings"]), f"{f['positions']}", f"{f['top1']:.4f}", f"{f['top1_plain']:.4f}",
+        f"{f['kl']:.2e}", perplexity, f"{f['gap']:.3f}", f"{f['answers_equal']} of {f['answers']}", verdict,
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
