@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -257,6 +258,20 @@ def test_killed_run_is_taken_up_again(source, text, tmp_path):
     assert f"taken up again: {len(finished)} files" in done.stderr
     assert {name: (killed / name).stat().st_mtime_ns for name in finished} == finished
     assert digests(killed) == digests(whole)
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_shows_the_progress_on_a_screen(source, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Screen())
+    arguments = ["--format", "nvfp4", "--calibration", str(text), "--calibration-tokens", "512", "--shard-mib", "1"]
+    assert cli.main(["quantize", str(source()), str(tmp_path / "q"), *arguments]) == 0
+    shown = sys.stderr.getvalue()
+    assert re.search(r"calibrating: 100%.* 4/4 ", shown)
+    assert re.search(r"quantising: 100%", shown)
 
 
 def test_one_run_at_a_time_in_a_folder(source, quantise, tmp_path):
