@@ -155,6 +155,21 @@ def test_multimodal_source_keeps_its_names_and_its_other_parts(source, quantise,
     assert torch.equal(one.get(name, shape), two.get(name, shape))
 
 
+def test_tied_embeddings_stay_one_tensor_in_16_bits(source, quantise, tmp_path):
+    folder = source(tie_word_embeddings=True)
+    quantise(folder, tmp_path / "q")
+    before, after = all_tensors(folder), all_tensors(tmp_path / "q")
+    assert not [name for name in [*before, *after] if name.startswith("lm_head")]
+    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    config = load_config(tmp_path / "q")
+    found = SafetensorsSource(tmp_path / "q", config)
+    for spec in language_tensors(config):
+        found.get(spec.name, spec.shape)
+    found.finish()
+    with pytest.raises(ConfigError, match="'lm_head' matches no linear layer"):
+        quantise(folder, tmp_path / "head", rules=(("lm_head", Format.NVFP4),))
+
+
 def test_mixed_formats(source, quantise, tmp_path):
     rules = (("self_attn", Format.FP8), ("mlp.shared_expert", None), ("lm_head", Format.NVFP4))
     result = quantise(source("toy-moe"), tmp_path / "q", rules=rules)

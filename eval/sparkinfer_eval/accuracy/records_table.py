@@ -53,7 +53,8 @@ def engine_name(engine: dict[str, Any]) -> str:
     kind = engine.get("name") or engine["kind"]
     where = " server" if engine["kind"] == "server" else ""
     device = engine.get("device")
-    on = f"on {device.partition(':')[0]}" if device and device != "cpu" else None
+    gpus = [gpu["name"] for gpu in engine.get("machine", {}).get("gpus") or []]
+    on = f"on {gpus[0]}" if gpus else f"on {device.partition(':')[0]}" if device and device != "cpu" else None
     release = f"as of {engine['release']}" if "release" in engine else None
     parts = [f"{kind}{where}", engine.get("version"), release, engine.get("model"), engine.get("dtype"), on]
     return " ".join(str(part) for part in parts if part)
