@@ -1,4 +1,4 @@
-"""reports/quantization: the recorded files are those that the quantizer writes today, and the table shows the record."""
+"""reports/quantization: the recorded files are those that the quantizer writes today; the table shows the record."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ def test_every_form_is_recorded_and_the_table_is_the_record_s() -> None:
 
 
 @pytest.mark.parametrize("model", ["spark-tiny-dense", "spark-tiny-moe"])
-@pytest.mark.parametrize("kind", ["fp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
 def test_the_record_is_of_what_the_quantizer_writes(model: str, kind: str, tmp_path: Path) -> None:
-    """Calibration of NVFP4 takes ten seconds and more: those are slow."""
     entry = next(entry for entry in RECORD if (entry["model"], entry["format"]) == (model, kind))
     assert entry["source_digest"] == model_digest(ROOT / "models" / model), "measure again: the model has changed"
     Quantizer(ROOT / "models" / model, tmp_path / "q", Options(format=Format(kind))).run()

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sparkinfer_models.repetition import MARK, Repetition, ends_in_loop, read_line, repeated_grams, repetition, write_line
+from sparkinfer_models.repetition import (
+    MARK,
+    Repetition,
+    ends_in_loop,
+    read_line,
+    repeated_grams,
+    repetition,
+    write_line,
+)
 
 
 @pytest.mark.parametrize(
