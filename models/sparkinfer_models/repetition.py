@@ -1,7 +1,8 @@
 """How much a model's sampled answers repeat themselves: the figure behind a card's word on its samples.
 
 Two measures: answers whose end is a phrase said several times in a row, and the share of n-grams that occurred before
-in the same answer ("seq-rep-n", Welleck et al. 2019, arXiv 1908.04319), beside that of the text that people wrote there.
+in the same answer ("seq-rep-n", Welleck et al. 2019, arXiv 1908.04319), beside that of the text that people
+wrote there.
 """
 
 from __future__ import annotations
