@@ -157,5 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SparkinferError as error:
         print(f"quality_table: {error}", file=sys.stderr)
         return error.exit_code
-    (options.out / RECORD).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(map(json.dumps, found))
+    (options.out / RECORD).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     return 0

@@ -95,7 +95,7 @@ def place(machine: dict[str, Any]) -> str:
 def scored(letter: str, engine: dict[str, Any]) -> str:
     """How an engine was asked, and where, if its scores were recorded."""
     elsewhere = f" on {place(engine['machine'])}" if "machine" in engine else ""
-    return f"{letter.upper()} scored by {engine['method']}{elsewhere}"
+    return f"{letter.upper()}: {engine['method']}{elsewhere}"
 
 
 def provenance(name: str, document: dict[str, Any]) -> str:
@@ -108,8 +108,8 @@ def provenance(name: str, document: dict[str, Any]) -> str:
     where = place(machine)
     commit = (source.get("commit") or "unknown")[:12] + (" with changes" if source.get("dirty") else "")
     return (
-        f"- [{name}]({name}): {document['date']}, {where}, commit {commit}; {versions}{other}\n"
-        f"  `{document['command']}`"
+        f"- [{name.removesuffix('.json')}]({name}): {document['date']}, {where}, commit {commit}; {versions}{other}\n"
+        f"  `{document['command'].partition(' --json ')[0]}`"
     )
 
 
