@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ HEAD = """# Accuracy records
 
 Made by `eval/accuracy_table.py` from the JSON files beside it; [docs/accuracy.md](../../docs/accuracy.md) defines the
 figures and says why there are two of top-1: "ties aside" leaves out positions whose two best 16-bit logits are exactly
-equal, "ties counted" takes them as differences. KL and gaps in nats. `--limit` "all" is the whole held-out set.
+equal, "ties counted" takes them as differences. KL and gaps in nats. `--limit` "all" is the whole held-out set. Each
+record says how its engines were scored.
 
 Limits: {limits}.
 
@@ -92,10 +94,9 @@ def place(machine: dict[str, Any]) -> str:
     return ", ".join([f"{machine['cpu_model']}, {machine['cpus_usable']} CPUs", *gpus])
 
 
-def scored(letter: str, engine: dict[str, Any]) -> str:
-    """How an engine was asked, and where, if its scores were recorded."""
-    elsewhere = f" on {place(engine['machine'])}" if "machine" in engine else ""
-    return f"{letter.upper()}: {engine['method']}{elsewhere}"
+def elsewhere(letter: str, engine: dict[str, Any]) -> str:
+    """Where an engine's scores were recorded, if that was not where they were compared."""
+    return f"; {letter.upper()} on {place(engine['machine'])}" if "machine" in engine else ""
 
 
 def provenance(name: str, document: dict[str, Any]) -> str:
@@ -104,12 +105,12 @@ def provenance(name: str, document: dict[str, Any]) -> str:
     changed = {row["name"]: row["limit"] for row in document["rows"]}
     usual = {limits.top1, limits.top1_plain, limits.kl, limits.loss, limits.beyond, limits.parted}
     other = "" if set(changed.values()) <= usual else f"; limits {changed}"
-    versions = ", ".join(scored(letter, document["engines"][letter]) for letter in ("a", "b"))
-    where = place(machine)
+    command = re.sub(r" --json \S+", "", document["command"])
+    where = place(machine) + "".join(elsewhere(letter, document["engines"][letter]) for letter in ("a", "b"))
     commit = (source.get("commit") or "unknown")[:12] + (" with changes" if source.get("dirty") else "")
     return (
-        f"- [{name.removesuffix('.json')}]({name}): {document['date']}, {where}, commit {commit}; {versions}{other}\n"
-        f"  `{document['command'].partition(' --json ')[0]}`"
+        f"- [{name}]({name}): {document['date']}, commit {commit}, {where}{other}\n"
+        f"  `{command}`"
     )
 
 
