@@ -108,10 +108,7 @@ def provenance(name: str, document: dict[str, Any]) -> str:
     command = re.sub(r" --json \S+", "", document["command"])
     where = place(machine) + "".join(elsewhere(letter, document["engines"][letter]) for letter in ("a", "b"))
     commit = (source.get("commit") or "unknown")[:12] + (" with changes" if source.get("dirty") else "")
-    return (
-        f"- [{name}]({name}): {document['date']}, commit {commit}, {where}{other}\n"
-        f"  `{command}`"
-    )
+    return f"- [{name}]({name}): {document['date']}, commit {commit}, {where}{other}\n  `{command}`"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
