@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "models")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "eval"), str(ROOT / "models")]
 
 from sparkinfer_models.train_cli import main  # noqa: E402
 

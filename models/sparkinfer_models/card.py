@@ -13,6 +13,7 @@ from sparkinfer.identity import file_sha256
 from sparkinfer_models.config import ModelConfig
 from sparkinfer_models.curve import draw_curve
 from sparkinfer_models.drafter import DrafterConfig
+from sparkinfer_models.repetition import read_line
 
 _STREAM_NAMES = {
     "held_out": "documents not trained on",
@@ -116,7 +117,7 @@ The yardstick is an interpolated modified Kneser-Ney 5-gram over the same tokens
 
 ![training curve](training_curve.png)
 
-Samples (`temperature` 0.7) are in `samples.md`, nothing chosen; some fall into a loop, repeating a phrase to their end.
+Samples (`temperature` 0.7) are in `samples.md`, nothing chosen. {read_line(folder / "samples.md")}
 
 ## Data
 {train["tokens"]} tokens ({train["bytes"]} bytes; {kinds}; the rest word lists; and exchanges drawn from docstrings, functions and

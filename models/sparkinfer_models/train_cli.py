@@ -87,6 +87,14 @@ def _add_evaluate(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--json", type=Path)
 
 
+def _repetition(args: argparse.Namespace) -> None:
+    from sparkinfer_models.repetition import measure, write_line
+
+    sentence = measure(args.model).sentence()
+    print(sentence)
+    write_line(args.model / "samples.md", sentence)
+
+
 def _card(args: argparse.Namespace) -> None:
     from sparkinfer_models.card import drafter_card, language_model_card, write_card
 
@@ -117,10 +125,13 @@ def main(argv: list[str] | None = None) -> int:
     prepare.add_argument("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")
     _add_run(commands)
     _add_evaluate(commands)
+    repetition = commands.add_parser("repetition", help="how much sampled answers repeat themselves, into samples.md")
+    repetition.add_argument("--model", type=Path, required=True, help="model folder")
     _add_card(commands)
     args = parser.parse_args(argv)
     try:
-        {"prepare": _prepare, "run": _run, "evaluate": _evaluate, "card": _card}[args.command](args)
+        calls = {"prepare": _prepare, "run": _run, "evaluate": _evaluate, "repetition": _repetition, "card": _card}
+        calls[args.command](args)
     except SparkinferError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return error.exit_code

@@ -178,11 +178,12 @@ def parse_config(
         raise fields.fail("dtype", f"is {dtype!r}; supported: {', '.join(DTYPES)}")
     moe = ARCHITECTURES[name]
     quantization = data.get("quantization_config") or text.get("quantization_config")
+    layers = _layer_types(fields)
     config = ModelConfig(
         architecture=name,
         multimodal=multimodal,
         hidden_size=fields.integer("hidden_size"),
-        layer_types=_layer_types(fields),
+        layer_types=layers,
         vocab_size=fields.integer("vocab_size"),
         max_positions=fields.integer("max_position_embeddings"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
@@ -204,10 +205,20 @@ def parse_config(
         experts_per_token=fields.integer("num_experts_per_tok") if moe else 0,
         moe_intermediate_size=fields.integer("moe_intermediate_size") if moe else 0,
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size") if moe else 0,
-        quantization=parse_quantization(quantization, f"{where}: quantization_config") if quantization else None,
+        quantization=_quantization(quantization, where, multimodal, layers) if quantization else None,
     )
     _check_shape(config, fields)
     return config
+
+
+def _quantization(data: object, where: str, multimodal: bool, layers: tuple[str, ...]) -> Quantization:
+    """`parse_quantization`, whose refusal names a tensor that cannot be read for it."""
+    try:
+        return parse_quantization(data, f"{where}: quantization_config")
+    except CheckpointError as error:
+        module = "self_attn.q_proj" if layers[0] == FULL else "linear_attn.in_proj_qkv"
+        first = f"model.{'language_model.' if multimodal else ''}layers.0.{module}"
+        raise CheckpointError(f"{error}; so tensor {first}.weight and others like it cannot be read") from error
 
 
 def _layer_types(fields: _Fields) -> tuple[str, ...]:

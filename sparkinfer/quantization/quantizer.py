@@ -25,6 +25,7 @@ from sparkinfer import __version__
 from sparkinfer.errors import CheckpointError, ConfigError, EnvironmentProblem
 from sparkinfer.identity import file_digests, source_digest
 from sparkinfer.models.config import ModelConfig, load_config, read_json
+from sparkinfer.models.loader import IGNORED_PREFIXES
 from sparkinfer.models.reader import load_order, read_bytes
 from sparkinfer.models.safetensors_file import (
     DTYPES,
@@ -139,12 +140,22 @@ class Quantizer:
         self.choices = Choices(self.config, options.format, options.rules)
         if not any(self.choices.formats.values()):
             raise ConfigError("no layer is left to quantise: " + "; ".join(self.choices.notes or ["all are kept"]))
+        self._note_other_parts()
         self._mixed = self.choices.mixed()
         self.matrices = self._find_matrices()
         self.work = list(self._plan())
         self.shards = split_shards([tensor for _, _, new in self.work for tensor in new], options.shard_bytes)
         self._amax: dict[str, float] = {}
         self._statistics: dict[str, InputStatistics] = {}
+
+    def _note_other_parts(self) -> None:
+        """Says what of a multimodal checkpoint is not quantised."""
+        others = [name.removeprefix("model.") for name in self.entries if name.startswith(IGNORED_PREFIXES)]
+        if others:
+            parts = ", ".join(sorted({name.split(".")[0] for name in others}))
+            self.choices.notes.append(
+                f"only the language model is quantised: {len(others)} other tensors ({parts}) are copied as they are"
+            )
 
     def _find_matrices(self) -> dict[str, Matrix]:
         """Every linear layer's weight, wherever it is stored. Raises CheckpointError for what is missing or odd."""

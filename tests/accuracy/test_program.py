@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,10 +16,13 @@ from sparkinfer_eval import launch
 from sparkinfer_eval.accuracy import records_table
 from sparkinfer_eval.accuracy.cli import main
 from sparkinfer_eval.accuracy.held_out import FOLDER, make_task, read_held_out
+from sparkinfer_eval.accuracy.started import chosen_tag
+from sparkinfer_eval.plan.identity import tag_source_digest
 
 from sparkinfer.cli import main as sparkinfer_main
 from sparkinfer.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 FEW = ["--limit", "2", "--context", "160", "--answer-tokens", "8"]
 
 
@@ -42,6 +46,7 @@ def test_agrees_with_transformers_in_float32(model: Path, tmp_path: Path, capsys
         "loss difference (nats)",
     }
     assert document["engines"]["b"]["kind"] == "transformers"
+    assert document["settings"] == {"context": 160, "answer_tokens": 8, "limit": 2}
     assert document["machine"]
     assert str(out) in document["command"]
 
@@ -81,6 +86,9 @@ def test_recorded_scores_compare_later(
     assert run(url, "--record", record, "--tokenizer", model) == 0
     assert run(f"scores:{record}", f"{model},dtype=float32", "--json", out) == 0
     assert json.loads(out.read_text())["figures"]["differing"] == 0
+    # What was recorded counts, not what this call was given.
+    assert main([f"scores:{record}", f"scores:{record}", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["settings"] == {"context": 160, "answer_tokens": 8, "limit": 2}
     other = tmp_path / "b.xz"
     assert main([url, "--record", str(other), "--tokenizer", str(model), "--limit", "1", "--answer-tokens", "8"]) == 0
     assert run(f"scores:{record}", f"scores:{other}") == 2
@@ -195,12 +203,33 @@ def test_table_over_records(model: Path, nearly: Path, tmp_path: Path, capsys: p
     rows = [line for line in text.splitlines() if line.startswith("| sparkinfer")]
     assert len(rows) == 2
     assert "**no**: top-1 agreement" in rows[0]
+    assert "| 160, 2, 8 |" in rows[1]
     assert "| 1.0000 | 1.0000 | 0.00e+00 |" in rows[1]
     assert rows[1].endswith("| yes |")
     assert f"`eval/accuracy.py {model},dtype=float32" in text
     (folder / "x.json").write_text('{"check": "prefix_check"}')
     assert records_table.main([str(folder)]) == 2
     assert "x.json was not written by accuracy.py" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an earlier release comes out of git's history")
+def test_an_earlier_release_is_started_from_git(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.json"
+    release = f"release:{model},tag=HEAD,dtype=float32"
+    assert run(f"{model},dtype=float32", release, "--json", out) == 0, capsys.readouterr().out
+    document = json.loads(out.read_text())
+    there = document["engines"]["b"]
+    assert (there["release"], there["dtype"]) == ("HEAD", "float32")
+    assert there["engine_digest"] == tag_source_digest(ROOT, "HEAD")
+    assert document["figures"]["positions"] > 100
+    assert run(f"release:{model},tag=no-such-tag", model) == 2
+    assert "tag no-such-tag is no release of this engine" in capsys.readouterr().err
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "pyproject.toml").write_text('version = "0.1.0"\n')
+    with pytest.raises(ConfigError, match="there is no release before this version"):
+        chosen_tag(None, tmp_path)
 
 
 def test_a_quantised_checkpoint_against_its_16bit_form(model: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import struct
 
@@ -85,6 +86,22 @@ def test_bad_config_names_the_field(copy, changes, message):
     folder = copy()
     edit_config(folder, **changes)
     with pytest.raises(CheckpointError, match=message):
+        load_config(folder)
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_an_unknown_quantisation_names_a_tensor_that_cannot_be_read(copy, multimodal):
+    folder = copy()
+    edit_config(folder, quantization_config={"quant_method": "awq"})
+    name = "model.layers.0.linear_attn.in_proj_qkv.weight"
+    assert name in load_file(folder / "model.safetensors")
+    if multimodal:
+        data = json.loads((folder / "config.json").read_text())
+        data.pop("architectures")
+        outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": data}
+        (folder / "config.json").write_text(json.dumps(outer))
+        name = name.replace("model.", "model.language_model.", 1)
+    with pytest.raises(CheckpointError, match=rf"quant_method 'awq' is not supported.* tensor {re.escape(name)} "):
         load_config(folder)
 
 

@@ -246,6 +246,41 @@ def test_damage_is_refused_with_the_tensor(copy, kind, change, message):
         load_all(opened(folder), load_config(folder))
 
 
+PACKED_DAMAGES = [
+    (lambda t: t.pop(f"{UP}.weight_packed"), rf"{UP}\.weight_packed is missing"),
+    (lambda t: t.pop(f"{UP}.weight_scale"), rf"{UP}\.weight_scale is missing, but quantization_config"),
+    (lambda t: t.pop(f"{UP}.weight_global_scale"), rf"{UP}\.weight_global_scale is missing, but quantization_config"),
+    (lambda t: t.pop(f"{UP}.input_global_scale"), rf"{UP}\.input_global_scale is missing, but quantization_config"),
+    (set_value(f"{UP}.weight_global_scale", 0, float("nan")), rf"{UP}\.weight_global_scale holds a scale that is NaN"),
+    # Its reciprocal would be infinite.
+    (set_value(f"{UP}.weight_global_scale", 0, 0.0), rf"{UP}\.weight_global_scale holds a scale"),
+    (set_value(f"{UP}.input_global_scale", 0, float("inf")), rf"{UP}\.input_global_scale holds a scale"),
+    (
+        lambda t: t.update({f"{UP}.weight_packed": torch.zeros(512, 128, dtype=torch.int8)}),
+        rf"{UP}\.weight_packed has dtype I8, expected U8",
+    ),
+    (
+        lambda t: t.update({f"{UP}.weight_global_scale": torch.ones(1, dtype=torch.bfloat16)}),
+        rf"{UP}\.weight_global_scale has dtype BF16, expected F32",
+    ),
+    (
+        lambda t: t.update({f"{UP}.weight_packed": t[f"{UP}.weight_packed"][:-1].clone()}),
+        rf"{UP}\.weight_packed has shape \[511, 128\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), PACKED_DAMAGES)
+def test_damage_of_the_packed_layout_is_refused_with_the_tensor(copy, change, message):
+    folder = copy()
+    edit(folder, as_packed)
+    edit_config(folder, packed_config)
+    load_all(opened(folder), load_config(folder))
+    edit(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_all(opened(folder), load_config(folder))
+
+
 def test_a_zero_scale_of_a_block_of_zeros_is_fine(copy):
     folder = copy()
 

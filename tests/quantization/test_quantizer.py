@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -124,7 +125,7 @@ def test_fused_experts_give_the_same(source, quantise, tmp_path):
         assert all(torch.equal(one[name].float(), two[name].float()) for name in one)
 
 
-def test_multimodal_source_keeps_its_names_and_its_other_parts(source, quantise, tmp_path):
+def test_multimodal_source_keeps_its_names_and_its_other_parts(source, quantise, text, tmp_path, capsys):
     folder = tmp_path / "vl"
     shutil.copytree(source(), folder)
     data = json.loads((folder / "config.json").read_text())
@@ -137,8 +138,12 @@ def test_multimodal_source_keeps_its_names_and_its_other_parts(source, quantise,
     }
     tensors |= {"model.visual.blocks.0.weight": torch.ones(3), "mtp.fc.weight": torch.ones(4, 16)}
     save_file(tensors, folder / "model.safetensors")
-    quantise(folder, tmp_path / "q")
+    arguments = ["--format", "nvfp4", "--calibration", str(text), "--calibration-tokens", "512"]
+    assert cli.main(["quantize", str(folder), str(tmp_path / "q"), *arguments]) == 0
+    said = "note: only the language model is quantised: 2 other tensors (mtp, visual) are copied as they are"
+    assert said in capsys.readouterr().err
     written = all_tensors(tmp_path / "q")
+    assert torch.equal(written["model.visual.blocks.0.weight"], torch.ones(3))
     assert written["mtp.fc.weight"].dtype == torch.float32
     assert "model.language_model.layers.0.mlp.up_proj.weight_scale_2" in written
     ignore = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["ignore"]
@@ -148,6 +153,21 @@ def test_multimodal_source_keeps_its_names_and_its_other_parts(source, quantise,
     two = SafetensorsSource(tmp_path / "plain", load_config(tmp_path / "plain"))
     name, shape = "model.layers.3.self_attn.q_proj.weight", (1024, 256)
     assert torch.equal(one.get(name, shape), two.get(name, shape))
+
+
+def test_tied_embeddings_stay_one_tensor_in_16_bits(source, quantise, tmp_path):
+    folder = source(tie_word_embeddings=True)
+    quantise(folder, tmp_path / "q")
+    before, after = all_tensors(folder), all_tensors(tmp_path / "q")
+    assert not [name for name in [*before, *after] if name.startswith("lm_head")]
+    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    config = load_config(tmp_path / "q")
+    found = SafetensorsSource(tmp_path / "q", config)
+    for spec in language_tensors(config):
+        found.get(spec.name, spec.shape)
+    found.finish()
+    with pytest.raises(ConfigError, match="'lm_head' matches no linear layer"):
+        quantise(folder, tmp_path / "head", rules=(("lm_head", Format.NVFP4),))
 
 
 def test_mixed_formats(source, quantise, tmp_path):
@@ -253,6 +273,20 @@ def test_killed_run_is_taken_up_again(source, text, tmp_path):
     assert f"taken up again: {len(finished)} files" in done.stderr
     assert {name: (killed / name).stat().st_mtime_ns for name in finished} == finished
     assert digests(killed) == digests(whole)
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_shows_the_progress_on_a_screen(source, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Screen())
+    arguments = ["--format", "nvfp4", "--calibration", str(text), "--calibration-tokens", "512", "--shard-mib", "1"]
+    assert cli.main(["quantize", str(source()), str(tmp_path / "q"), *arguments]) == 0
+    shown = sys.stderr.getvalue()
+    assert re.search(r"calibrating: 100%.* 4/4 ", shown)
+    assert re.search(r"quantising: 100%", shown)
 
 
 def test_one_run_at_a_time_in_a_folder(source, quantise, tmp_path):

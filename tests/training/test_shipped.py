@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from sparkinfer_models.repetition import read_line
 from transformers import AutoConfig, AutoTokenizer
 
 from sparkinfer.identity import file_sha256
@@ -47,6 +49,13 @@ def test_figures_are_of_these_weights(name: str) -> None:
     acceptance = json.loads((MODELS / f"{name}-dflash2" / "acceptance.json").read_text())
     assert digests[name] in (MODELS / name / "README.md").read_text()
     assert (acceptance["target_sha256"], acceptance["drafter_sha256"]) == tuple(digests.values())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_cards_say_how_much_samples_repeat_themselves(name: str) -> None:
+    sentence = read_line(MODELS / name / "samples.md")
+    assert re.match(r"Of \d+ answers sampled .*, \d+ end in a phrase .* [\d.]+% of their 4-grams", sentence)
+    assert f"nothing chosen. {sentence}\n" in (MODELS / name / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -279,6 +279,30 @@ print(len(Autotuner(lambda x, n, B: None, ["x", "n", "B"], configs, ["n"], None,
         assert done.stdout.strip() == count, done.stderr
 
 
+def test_kernels_run_in_triton_s_interpreter(tmp_path: Path) -> None:
+    """A mask that was combined with a scalar, as in DFlash2's walk: the interpreter alone refuses it."""
+    (tmp_path / "kernel.py").write_text("""
+import torch, triton, triton.language as tl
+from triton.backends import backends
+
+@triton.jit
+def copy(x, y, state, n, B: tl.constexpr):
+    valid = tl.load(state) >= 0
+    offsets = tl.arange(0, B)
+    tl.store(y + offsets, tl.load(x + offsets, mask=(offsets < n) & valid, other=7.0), mask=(offsets < n) & valid)
+
+x, y = torch.arange(8.0), torch.zeros(8)
+copy[(1,)](x, y, torch.tensor([3]), 5, B=8)
+print(y.tolist(), backends["cpu"].driver.is_active())
+""")
+    folder = Path(vllm_checks.__file__).parent / "interpreted"
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "kernel.py")], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0] True", done.stderr
+
+
 def test_phases_of_several_servers(
     tmp_path: Path, python: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

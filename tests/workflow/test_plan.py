@@ -187,6 +187,7 @@ def test_previous_release_becomes_a_third_engine_once_a_tag_exists(tree: Path, t
     git(tree, "commit", "-qm", "first")
     before = make_plan(tree, "release", for_target(settings(), "release"))
     assert list(before.engines) == ["sparkinfer", "vllm"]
+    assert before.check_names() == before.settings["checks"]
     old = source_tree_digest(tree)
     git(tree, "tag", "v0.0.9")
     git(tree, "tag", "v0.0.10")
@@ -199,6 +200,11 @@ def test_previous_release_becomes_a_third_engine_once_a_tag_exists(tree: Path, t
     assert previous.digest == old == tag_source_digest(tree, "v0.0.10")
     assert plan.engines["sparkinfer"].digest != old
     assert len(plan.results()) == 3 * len(plan.cells)
+    gate = f"results/{plan.run}/checks/accuracy_previous-spark-tiny-dense.json"
+    assert gate in plan.checks()
+    assert plan.device_checks() == [path for path in plan.checks() if "/accuracy" not in path]
+    without = make_plan(tree, "release", for_target(settings(checks=["prefix_check"]), "release"))
+    assert without.check_names() == ["prefix_check"]
     git(tree, "tag", "v0.1.0")
     assert release_tag(tree, "v*") == "v0.0.10"
     script = [str(ROOT / ".venv/bin/python"), str(ROOT / "workflow/scripts/engine_source.py")]

@@ -1,5 +1,7 @@
 # The accuracy gate: what both engines say about the same held-out text. Each server scores it while it is up for its
-# first cells, so that none is started for it; the comparison then needs no device and counts as a check.
+# first cells, so that none is started for it; the comparison then needs no device and counts as a check. Where the last
+# release is one of the run's engines, it is a second reference.
+GATES = {ACCURACY: "vllm", ACCURACY_PREVIOUS: PREVIOUS}
 
 
 rule scores:
@@ -32,13 +34,15 @@ rule scores:
 rule accuracy:
     input:
         engine="results/{run}/accuracy/sparkinfer-{model}.xz",
-        reference="results/{run}/accuracy/vllm-{model}.xz",
+        reference=lambda w: f"results/{w.run}/accuracy/{GATES[w.gate]}-{w.model}.xz",
     output:
-        "results/{run}/checks/accuracy-{model}.json",
+        "results/{run}/checks/{gate}-{model}.json",
     log:
-        "results/{run}/logs/checks/accuracy-{model}.log",
+        "results/{run}/logs/checks/{gate}-{model}.log",
     benchmark:
-        "results/{run}/benchmarks/checks/accuracy-{model}.tsv"
+        "results/{run}/benchmarks/checks/{gate}-{model}.tsv"
+    wildcard_constraints:
+        gate=any_of(GATES),
     conda:
         "../envs/engine.yaml"
     params:

@@ -26,7 +26,13 @@ from sparkinfer_containers.image.choice import Choice, choose
 from sparkinfer_eval.lease.process import descendants
 from sparkinfer_eval.plan.config import for_target, load_config
 from sparkinfer_eval.plan.engines import command
-from sparkinfer_eval.plan.run import ACCURACY, engine_file, make_plan
+from sparkinfer_eval.plan.run import (
+    ACCURACY,
+    ACCURACY_PREVIOUS,
+    PREVIOUS,
+    engine_file,
+    make_plan,
+)
 
 PYTHON = ".venv/bin/python"
 ENVIRONMENTS = ("engine", "vllm", "aiperf")
@@ -402,7 +408,7 @@ def declaration(wildcards):
         "models": models,
         "container": CHOICE_OF[plan.run].container(),
         "cells": list(plan.cells),
-        "checks": settings["checks"],
+        "checks": plan.check_names(),
         "blocks": settings["blocks"],
         "reps": settings["reps"],
         "commands": [{"name": f"this {plan.target}", "command": ["make", plan.target]}],

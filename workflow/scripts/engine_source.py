@@ -9,12 +9,10 @@ the workflow runs cannot reach a server. Exit codes: 0 done, 2 the source is not
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import shutil
 import sys
-import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +23,7 @@ from sparkinfer_containers.image.daemon import load  # noqa: E402
 from sparkinfer_containers.image.run import unpack_image  # noqa: E402
 from sparkinfer_containers.image.runtimes import uses_daemon  # noqa: E402
 from sparkinfer_containers.oci.layout import Layout  # noqa: E402
-from sparkinfer_eval.plan.identity import PACKAGE_ROOTS, source_tree_digest, tag_archive  # noqa: E402
+from sparkinfer_eval.plan.identity import PACKAGE_ROOTS, source_tree_digest, unpack_tag  # noqa: E402
 
 from sparkinfer.errors import ConfigError, SparkinferError  # noqa: E402
 from sparkinfer.identity import package_files, tree_digest  # noqa: E402
@@ -34,13 +32,7 @@ from sparkinfer.identity import package_files, tree_digest  # noqa: E402
 def copy_source(root: Path, tag: str | None, folder: Path) -> None:
     """Copy the packages of the working tree, or of a tag, below `folder`."""
     if tag is not None:
-        with tarfile.open(fileobj=io.BytesIO(tag_archive(root, tag))) as archive:
-            for member in archive.getmembers():
-                data = archive.extractfile(member)
-                if data is not None:
-                    target = folder / member.name
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_bytes(data.read())
+        unpack_tag(root, tag, folder)
         return
     for package in PACKAGE_ROOTS.values():
         shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))

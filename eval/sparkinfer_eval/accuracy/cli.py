@@ -147,7 +147,7 @@ def document(
         "engines": {"a": {**a.engine, "method": a.method}, "b": {**b.engine, "method": b.method}},
         "figures": {**asdict(found), "answer_gap": min(found.answer_gap, UNKNOWN)},
         "held_out": task.digest,
-        "settings": {"context": options.context, "answer_tokens": options.answer_tokens, "limit": options.limit},
+        "settings": task.settings(),
         "command": shlex.join(["eval/accuracy.py", *command]),
         "machine": machine_facts(),
         "source": source_facts(ROOT),
@@ -156,9 +156,10 @@ def document(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """To a temporary name first."""
+    """One line for each key, to a temporary name first."""
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items())
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     temporary.replace(path)
 
 

@@ -19,12 +19,14 @@ OPTIONS = {
     "sparkinfer": ("dtype", "device", "load_format", "form"),
     "transformers": ("dtype", "device", "form"),
     "vllm": ("dtype", "form"),
+    "release": ("tag", "dtype", "form"),
 }
 SIXTEEN_BIT = "16bit"
 """The `form` that a quantised checkpoint's weights stand for, for engines that do not read its format."""
 SPEC_HELP = (
     "http://HOST:PORT of an OpenAI-compatible server; MODEL or sparkinfer:MODEL[,dtype=T][,device=D][,load_format=F]: "
     "this engine in this process; transformers:MODEL[,dtype=T][,device=D]; vllm:MODEL[,dtype=T]: vLLM, started here; "
+    "release:MODEL[,tag=REVISION][,dtype=T]: this engine as it was at the last release or another git revision; "
     "each with ,form=16bit: a quantised checkpoint's 16-bit form, written for the purpose; "
     "scores:FILE: what --record kept"
 )
@@ -41,7 +43,7 @@ class Spec:
     @property
     def folder(self) -> Path | None:
         """The model folder, where the name has one."""
-        return Path(self.target) if self.kind in ("sparkinfer", "transformers", "vllm") else None
+        return Path(self.target) if self.kind in OPTIONS else None
 
 
 class Scorer(Protocol):
@@ -131,10 +133,16 @@ def _local(kind: str, folder: Path, context: int, method: str, options: dict[str
         from .transformers_model import TransformersModel
 
         yield TransformersModel(folder, **options)
-    else:
-        from .vllm_server import started
+    elif kind == "release":
+        from . import started
 
-        with started(folder, context, **options) as (url, name):
+        tag = started.chosen_tag(options.pop("tag", None))
+        with started.release(folder, context, tag, **options) as (url, name):
+            yield _server(url, name, method, release=tag)
+    else:
+        from . import started
+
+        with started.vllm(folder, context, **options) as (url, name):
             yield _server(url, name, method, dtype=options.get("dtype", "bfloat16"), model_digest=model_digest(folder))
 
 

@@ -43,6 +43,17 @@ class Task:
             "answer_tokens": self.answer_tokens,
         }
 
+    def settings(self) -> dict[str, int]:
+        """What it was made with, as its own token ids show it: longest window, answers' length, texts (0: all)."""
+        entries, digest = read_held_out()
+        whole = self.digest == digest and len(self.windows) == sum(entry.kind == "text" for entry in entries)
+        longest = max(map(len, self.windows.values()), default=0)
+        return {
+            "context": longest,
+            "answer_tokens": self.answer_tokens,
+            "limit": 0 if whole else len(self.windows),
+        }
+
 
 def read_held_out(folder: Path = FOLDER) -> tuple[list[Entry], str]:
     """The entries, and the digest of their file. Raises ConfigError when they are not what SHA256SUMS names."""

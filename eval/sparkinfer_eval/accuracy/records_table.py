@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,14 +20,17 @@ HEAD = """# Accuracy records
 
 Made by `eval/accuracy_table.py` from the JSON files beside it; [docs/accuracy.md](../../docs/accuracy.md) defines the
 figures and says why there are two of top-1: "ties aside" leaves out positions whose two best 16-bit logits are exactly
-equal, "ties counted" takes them as differences. KL and gaps in nats. Limits: {limits}.
+equal, "ties counted" takes them as differences. KL and gaps in nats. `--limit` "all" is the whole held-out set. Each
+record says how its engines were scored.
+
+Limits: {limits}.
 
 {columns}
-|---|---|---:|---:|---:|---:|---:|---:|---:|---|
+|---|---|---|---:|---:|---:|---:|---:|---:|---:|---|
 """
 COLUMNS = (
-    "A", "B, the reference", "positions", "top-1, ties aside", "top-1, ties counted", "KL, mean", "perplexity A, B",
-    "largest gap", "equal answers", "within limits",
+    "A", "B, the reference", "`--context`, `--limit`, `--answer-tokens`", "positions", "top-1, ties aside",
+    "top-1, ties counted", "KL, mean", "perplexity A, B", "largest gap", "equal answers", "within limits",
 )  # fmt: skip
 
 
@@ -51,9 +55,16 @@ def engine_name(engine: dict[str, Any]) -> str:
     kind = engine.get("name") or engine["kind"]
     where = " server" if engine["kind"] == "server" else ""
     device = engine.get("device")
-    on = f"on {device.partition(':')[0]}" if device and device != "cpu" else None
-    parts = [f"{kind}{where}", engine.get("version"), engine.get("model"), engine.get("dtype"), on]
+    gpus = [gpu["name"] for gpu in engine.get("machine", {}).get("gpus") or []]
+    on = f"on {gpus[0]}" if gpus else f"on {device.partition(':')[0]}" if device and device != "cpu" else None
+    release = f"as of {engine['release']}" if "release" in engine else None
+    parts = [f"{kind}{where}", engine.get("version"), release, engine.get("model"), engine.get("dtype"), on]
     return " ".join(str(part) for part in parts if part)
+
+
+def scope(settings: dict[str, Any]) -> str:
+    """How much of the held-out set was scored."""
+    return f"{settings['context']}, {settings['limit'] or 'all'}, {settings['answer_tokens']}"
 
 
 def line(document: dict[str, Any]) -> str:
@@ -64,9 +75,9 @@ def line(document: dict[str, Any]) -> str:
     perplexity = ", ".join("–" if loss is None else f"{math.exp(loss):.4f}" for loss in losses)
     verdict = "**no**: " + ", ".join(failed) if failed else "yes"
     cells = [
-        engine_name(document["engines"]["a"]), engine_name(document["engines"]["b"]), f"{f['positions']}",
-        f"{f['top1']:.4f}", f"{f['top1_plain']:.4f}", f"{f['kl']:.2e}", perplexity, f"{f['gap']:.3f}",
-        f"{f['answers_equal']} of {f['answers']}", verdict,
+        engine_name(document["engines"]["a"]), engine_name(document["engines"]["b"]),
+        scope(document["settings"]), f"{f['positions']}", f"{f['top1']:.4f}", f"{f['top1_plain']:.4f}",
+        f"{f['kl']:.2e}", perplexity, f"{f['gap']:.3f}", f"{f['answers_equal']} of {f['answers']}", verdict,
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
@@ -83,10 +94,9 @@ def place(machine: dict[str, Any]) -> str:
     return ", ".join([f"{machine['cpu_model']}, {machine['cpus_usable']} CPUs", *gpus])
 
 
-def scored(letter: str, engine: dict[str, Any]) -> str:
-    """How an engine was asked, and where, if its scores were recorded."""
-    elsewhere = f" on {place(engine['machine'])}" if "machine" in engine else ""
-    return f"{letter.upper()} scored by {engine['method']}{elsewhere}"
+def elsewhere(letter: str, engine: dict[str, Any]) -> str:
+    """Where an engine's scores were recorded, if that was not where they were compared."""
+    return f"; {letter.upper()} on {place(engine['machine'])}" if "machine" in engine else ""
 
 
 def provenance(name: str, document: dict[str, Any]) -> str:
@@ -95,13 +105,10 @@ def provenance(name: str, document: dict[str, Any]) -> str:
     changed = {row["name"]: row["limit"] for row in document["rows"]}
     usual = {limits.top1, limits.top1_plain, limits.kl, limits.loss, limits.beyond, limits.parted}
     other = "" if set(changed.values()) <= usual else f"; limits {changed}"
-    versions = ", ".join(scored(letter, document["engines"][letter]) for letter in ("a", "b"))
-    where = place(machine)
+    command = re.sub(r" --json \S+", "", document["command"])
+    where = place(machine) + "".join(elsewhere(letter, document["engines"][letter]) for letter in ("a", "b"))
     commit = (source.get("commit") or "unknown")[:12] + (" with changes" if source.get("dirty") else "")
-    return (
-        f"- [{name}]({name}): {document['date']}, {where}, commit {commit}; {versions}{other}\n"
-        f"  `{document['command']}`"
-    )
+    return f"- [{name}]({name}): {document['date']}, commit {commit}, {where}{other}\n  `{command}`"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

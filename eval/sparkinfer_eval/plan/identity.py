@@ -77,6 +77,17 @@ def tag_archive(root: Path, tag: str) -> bytes:
     return done.stdout
 
 
+def unpack_tag(root: Path, tag: str, folder: Path) -> None:
+    """Write the engine's packages at a tag below `folder`. Raises ConfigError when the tag does not hold them."""
+    with tarfile.open(fileobj=io.BytesIO(tag_archive(root, tag))) as archive:
+        for member in archive.getmembers():
+            data = archive.extractfile(member)
+            if data is not None:
+                target = folder / member.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data.read())
+
+
 def tag_source_digest(root: Path, tag: str) -> str:
     """What `source_tree_digest` says of the tree at a tag, without unpacking it."""
     lines = []

@@ -27,6 +27,9 @@ LOCKS_OF = {
 ACCURACY = "accuracy"
 ACCURACY_ENGINES = ("sparkinfer", "vllm")
 """The check that compares these two engines' answers (workflow/rules/accuracy.smk)."""
+PREVIOUS = "previous"
+ACCURACY_PREVIOUS = "accuracy_previous"
+"""The same of the engine and its last release, wherever that is part of a run with the accuracy gate."""
 LOCK_OF = {"cpu": "vllm.txt", "cuda": "vllm-cuda.txt"}
 
 
@@ -91,6 +94,11 @@ class Plan:
             if kind is None or cell.kind == kind
         ]
 
+    def check_names(self) -> list[str]:
+        """The checks of the settings, and the gate against the last release where there is one."""
+        names = list(self.settings["checks"])
+        return [*names, ACCURACY_PREVIOUS] if ACCURACY in names and PREVIOUS in self.engines else names
+
     def checks(self) -> list[str]:
         """Relative paths of every check's JSON.
 
@@ -103,14 +111,13 @@ class Plan:
                 f"{', '.join(absent)}: add it there, or take {ACCURACY} out of checks"
             )
         return [
-            f"results/{self.run}/checks/{check}-{model}.json"
-            for check in self.settings["checks"]
-            for model in self.models
+            f"results/{self.run}/checks/{check}-{model}.json" for check in self.check_names() for model in self.models
         ]
 
     def device_checks(self) -> list[str]:
-        """Those that need the device without a server on it: all but the accuracy gate, which asks the servers."""
-        return [path for path in self.checks() if not Path(path).name.startswith(f"{ACCURACY}-")]
+        """Those that need the device without a server on it: all but the accuracy gates, which ask the servers."""
+        gates = f"{ACCURACY}-", f"{ACCURACY_PREVIOUS}-"
+        return [path for path in self.checks() if not Path(path).name.startswith(gates)]
 
 
 def _engine_use(root: Path, engine: Engine, device: str, image_digest: str | None) -> EngineUse | None:
