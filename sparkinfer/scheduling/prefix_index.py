@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from sparkinfer.errors import RequestError
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request
 
 HASH_BYTES = 16
@@ -26,20 +27,38 @@ def root_hash(salt: str) -> bytes:
 
 
 def extend_hashes(hashes: list[bytes], request: Request, num_blocks: int) -> None:
-    """Append to `hashes` until it covers the first `num_blocks` blocks, whose tokens must be known.
-
-    A block's hash is blake2b, cut to 16 bytes, over the hash before it and its 16 token ids as 4-byte integers.
-    """
+    """Append to `hashes` until it covers the first `num_blocks` blocks, whose tokens must be known."""
     start = len(hashes)
     if start >= num_blocks:
         return
     parent = hashes[-1] if hashes else root_hash(request.cache_salt)
-    tokens = request.tokens(start * KV_BLOCK_TOKENS, num_blocks * KV_BLOCK_TOKENS)
-    data = array("I", tokens).tobytes()
-    blake2b, step = hashlib.blake2b, len(data) // (num_blocks - start)
-    hashes += [
-        parent := blake2b(parent + block).digest()[:HASH_BYTES] for (block,) in struct.iter_unpack(f"{step}s", data)
-    ]
+    hashes += _chain(parent, request.tokens(start * KV_BLOCK_TOKENS, num_blocks * KV_BLOCK_TOKENS))
+
+
+def prompt_hashes(prompt: list[int], salt: str) -> bytes:
+    """The hashes of a prompt's full blocks, joined: for a server to compute beside the process that schedules."""
+    return b"".join(_chain(root_hash(salt), prompt[: len(prompt) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS]))
+
+
+def given_hashes(request: Request) -> list[bytes]:
+    """What `prompt_hashes` has joined for a request, or nothing. Raises RequestError for one of another length."""
+    joined = request.prompt_hashes
+    if joined and len(joined) != len(request.prompt) // KV_BLOCK_TOKENS * HASH_BYTES:
+        raise RequestError(
+            f"request {request.id}: {len(joined)} bytes of hashes for a prompt of {len(request.prompt)} tokens: "
+            f"{HASH_BYTES} bytes are due for each {KV_BLOCK_TOKENS} of them"
+        )
+    return [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
+
+
+def _chain(parent: bytes, tokens: list[int]) -> list[bytes]:
+    """The hashes of the blocks that `tokens` fill, behind the hash of all before.
+
+    A block's hash is blake2b, cut to 16 bytes, over the hash before it and its 16 token ids as 4-byte integers.
+    """
+    data, blake2b = array("I", tokens), hashlib.blake2b
+    pieces = struct.iter_unpack(f"{KV_BLOCK_TOKENS * data.itemsize}s", data.tobytes())
+    return [parent := blake2b(parent + block).digest()[:HASH_BYTES] for (block,) in pieces]
 
 
 class PrefixNode(msgspec.Struct, eq=False):

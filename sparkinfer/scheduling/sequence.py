@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sparkinfer.scheduling.prefix_index import given_hashes
 from sparkinfer.scheduling.types import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Sequence:
 
 
 def make_sequence(request: Request, key: tuple[int, int], max_model_len: int) -> Sequence:
-    """The record of a fresh request."""
+    """The record of a fresh request. Raises RequestError when its hashes are those of another prompt's length."""
     sampling = request.sampling
     prompt_len = len(request.prompt)
     max_outputs = min(sampling.max_tokens, max_model_len - prompt_len)
@@ -93,4 +94,5 @@ def make_sequence(request: Request, key: tuple[int, int], max_model_len: int) ->
         end_computed=prompt_len + max_outputs - 1,
         stop_ids=request.end_token_ids,
         min_tokens=sampling.min_tokens,
+        hashes=given_hashes(request),
     )

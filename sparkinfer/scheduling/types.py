@@ -86,6 +86,9 @@ class Request:
     cache_salt: str = ""
     """Prefix-cache contents are visible only to requests of the same salt."""
     use_cache: bool = True
+    prompt_hashes: bytes = b""
+    """Hashes of the prompt's full KV blocks, joined, as `prefix_index.prompt_hashes` makes them; empty: they are
+    computed when they are needed."""
 
     # progress
     state: RequestState = RequestState.WAITING

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from sparkinfer.engine.client import EngineDied, Submission
 from sparkinfer.engine.messages import AddRequest, TokenEvent
+from sparkinfer.scheduling.prefix_index import prompt_hashes
 from sparkinfer.scheduling.types import FinishReason
 from sparkinfer.server import params
 from sparkinfer.server.choice import Choice
@@ -90,8 +91,10 @@ async def prepare(state: ServerState, raw: bytes, kind: type[GenerationRequest],
     seed = params.seed_of(body, drawn=state.seeds.getrandbits(params.SEED_BITS))
     requests: list[AddRequest] = []
     choices: dict[str, Choice] = {}
+    salt = state.settings.prefix_cache_salt + (body.cache_salt or "")
     for prompt in prompts:
         limit = params.token_limit(body, len(prompt), context)
+        hashes = prompt_hashes(prompt, salt) if state.settings.prefix_cache and body.use_cache else b""
         for _ in range(count):
             # Choices differ by their seed; the first has the seed that was asked for.
             own_seed = (seed + len(choices)) % (1 << params.SEED_BITS)
@@ -99,8 +102,7 @@ async def prepare(state: ServerState, raw: bytes, kind: type[GenerationRequest],
             rid = state.client.next_id()
             # Positions taken from the prefix cache are not computed, hence have no log-probabilities.
             use_cache = body.use_cache and sampling.prompt_logprobs is None
-            salt = state.settings.prefix_cache_salt + (body.cache_salt or "")
-            requests.append(AddRequest(rid, prompt, sampling, body.priority, salt, use_cache))
+            requests.append(AddRequest(rid, prompt, sampling, body.priority, salt, use_cache, hashes))
             choices[rid] = Choice(
                 index=len(choices),
                 prompt=prompt,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.invariants import check_integrity
+from sparkinfer.scheduling.prefix_index import prompt_hashes
 from sparkinfer.scheduling.scheduler import Scheduler
 from sparkinfer.scheduling.types import FinishReason, Request, RequestState, SamplingParams, StepPlan
 from tests.scheduling.fake_model import VOCAB, FakeRunner, expected_output
@@ -80,9 +81,12 @@ class Driver:
         """Queue a request; tokens 0 and 1 end it when `stops`."""
         self.serial += 1
         params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=not stops, min_tokens=min_tokens)
+        # Some requests bring their prompt's hashes along, for the others the cache computes them.
+        hashes = prompt_hashes(prompt, salt) if self.serial % 2 else b""
         request = Request(
-            f"r{self.serial}", prompt, params, frozenset({0, 1}), priority=priority, cache_salt=salt, use_cache=cache
-        )
+            f"r{self.serial}", prompt, params, frozenset({0, 1}), priority=priority, cache_salt=salt, use_cache=cache,
+            prompt_hashes=hashes,
+        )  # fmt: skip
         self.scheduler.add(request)
         self.live[request.id] = request
         return request

@@ -6,10 +6,12 @@ import itertools
 
 import pytest
 
+from sparkinfer.errors import RequestError
 from sparkinfer.scheduling.checkpoints import end_position, next_decode_position, prompt_positions, thinned
 from sparkinfer.scheduling.eviction import recompute_cost
+from sparkinfer.scheduling.prefix_index import prompt_hashes
 from sparkinfer.scheduling.sequence import NEVER
-from sparkinfer.scheduling.types import MAX_PASS_CHECKPOINTS, MoveKind, Request
+from sparkinfer.scheduling.types import MAX_PASS_CHECKPOINTS, MoveKind, Request, SamplingParams
 from tests.scheduling.driver import Driver, family_tokens, small_config
 
 
@@ -290,3 +292,19 @@ def test_a_preempted_request_resumes_from_its_checkpoint() -> None:
     engine.collect()
     engine.drain()
     assert request.num_cached == 0, "what counts is the first admission"
+
+
+def test_hashes_that_come_with_a_request_are_those_of_the_cache() -> None:
+    """One request brings them, the next one has them computed: the second hits."""
+    for first, second in ((True, False), (False, True)):
+        run, prompt = driver(), family_tokens(0)[:70]
+        for brings in (first, second):
+            hashes = prompt_hashes(prompt, "salt") if brings else b""
+            request = Request("r", prompt, SamplingParams(1), cache_salt="salt", prompt_hashes=hashes)
+            run.scheduler.add(request)
+            run.live["r"] = request
+            run.drain()
+        assert request.num_cached == 48
+    wrong = Request("x", prompt, SamplingParams(1), prompt_hashes=prompt_hashes(prompt[:32], ""))
+    with pytest.raises(RequestError, match="32 bytes of hashes for a prompt of 70 tokens"):
+        run.scheduler.add(wrong)

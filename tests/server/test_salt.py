@@ -13,7 +13,9 @@ from typing import Any, cast
 import pytest
 
 from sparkinfer.engine.client import EngineClient
-from sparkinfer.engine.messages import EngineReady, EngineStats
+from sparkinfer.engine.messages import AddRequest, EngineReady, EngineStats
+from sparkinfer.scheduling.prefix_index import extend_hashes
+from sparkinfer.scheduling.types import Request, SamplingParams
 from sparkinfer.server.generation import prepare
 from sparkinfer.server.metrics import Metrics
 from sparkinfer.server.protocol import CompletionRequest
@@ -27,7 +29,9 @@ from sparkinfer.settings import Settings
                                ("pepper", "tenant", "peppertenant")],
 )  # fmt: skip
 def test_the_engine_gets_both_salts(tokenizer: ServerTokenizer, own: str, asked: str | None, salt: str) -> None:
-    async def made() -> str:
+    prompt = list(range(5, 45))
+
+    async def made(use_cache: bool) -> AddRequest:
         ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         limits = {"vocab_size": 1024, "max_model_len": 100, "max_num_seqs": 4}
         ready.set_result(EngineReady({"limits": limits}, EngineStats()))
@@ -41,8 +45,14 @@ def test_the_engine_gets_both_salts(tokenizer: ServerTokenizer, own: str, asked:
             model_name="m", aliases=frozenset(), seeds=random.Random(0), metrics=Metrics(EngineStats),
             tokenizer=tokenizer,
         )  # fmt: skip
-        body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 1, "cache_salt": asked}
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": 1, "cache_salt": asked, "use_cache": use_cache}
         (request,) = (await prepare(state, json.dumps(body).encode(), CompletionRequest, 0.0)).requests
-        return request.cache_salt
+        return request
 
-    assert asyncio.run(made()) == salt
+    request = asyncio.run(made(True))
+    assert request.cache_salt == salt
+    # The hashes of its two full blocks come along, so that the engine's process need not compute them.
+    expected: list[bytes] = []
+    extend_hashes(expected, Request("r", prompt, SamplingParams(1), cache_salt=salt), 2)
+    assert request.prompt_hashes == b"".join(expected)
+    assert not asyncio.run(made(False)).prompt_hashes

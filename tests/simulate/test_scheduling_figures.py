@@ -23,8 +23,6 @@ from sparkinfer_eval.figure import Figure
 from sparkinfer_eval.records import Record
 from sparkinfer_eval.toy_model import ToySize, generate
 
-from sparkinfer.errors import ConfigError
-
 torch.set_num_threads(1)
 CELLS = Path(__file__).parents[2] / "config" / "cells.yaml"
 
@@ -79,7 +77,9 @@ def test_record_and_page(
     both = json.loads((tmp_path / "figures.json").read_text())
     kept, measured = ([f for f in r["figures"] if f["part"] == "burst"] for r in (both, record))
     assert kept == measured
-    assert both["kept"]["burst"]["command"] == record["command"]
+    (origin,) = both["kept"]
+    assert origin["command"] == record["command"]
+    assert {part for part, _ in origin["figures"]} == {"burst"}
     assert both["command"] != record["command"]
     assert f"burst: measured {record['date']}" in (tmp_path / "figures.md").read_text()
     (tmp_path / "figures.json").write_text(json.dumps({**both, "dtype": "float32"}))
@@ -171,10 +171,17 @@ def test_a_figure_measured_anew_replaces_only_itself() -> None:
     first = record("one", ("cost", "a", 1.0), ("mixing", "b", 2.0), ("mixing", "c", 3.0))
     both = figure_record.with_kept(record("two", ("mixing", "b", 9.0)), first, ("cost", "mixing"))
     assert [(f["name"], f["value"]) for f in both["figures"]] == [("a", 1.0), ("b", 9.0), ("c", 3.0)]
-    assert both["kept"]["cost"]["date"] == "one"
-    assert (both["kept"]["mixing"]["date"], both["kept"]["mixing"]["but_for"]) == ("one", ["b"])
-    with pytest.raises(ConfigError, match="two origins already"):
-        figure_record.with_kept(record("three", ("mixing", "c", 9.0)), both, ("cost", "mixing"))
+    assert [(o["date"], o["figures"]) for o in both["kept"]] == [("one", [["cost", "a"], ["mixing", "c"]])]
+    third = figure_record.with_kept(record("three", ("cost", "a", 7.0)), both, ("cost", "mixing"))
+    assert [(f["name"], f["value"]) for f in third["figures"]] == [("a", 7.0), ("b", 9.0), ("c", 3.0)]
+    assert [(o["date"], o["figures"]) for o in third["kept"]] == [
+        ("one", [["mixing", "c"]]),
+        ("two", [["mixing", "b"]]),
+    ]
+    assert [figure_record._named(origin, third) for origin in third["kept"]] == [
+        "mixing (but for b)",
+        "mixing (but for c)",
+    ]
 
 
 def test_what_is_judged_is_the_upper_end_of_the_interval() -> None:
