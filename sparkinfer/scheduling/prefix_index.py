@@ -27,12 +27,16 @@ def root_hash(salt: str) -> bytes:
 
 
 def extend_hashes(hashes: list[bytes], request: Request, num_blocks: int) -> None:
-    """Append to `hashes` until it covers the first `num_blocks` blocks, whose tokens must be known."""
+    """Append to `hashes` until it covers the first `num_blocks` blocks. Raises ValueError when not all of their tokens
+    are known."""
     start = len(hashes)
     if start >= num_blocks:
         return
     parent = hashes[-1] if hashes else root_hash(request.cache_salt)
-    hashes += _chain(parent, request.tokens(start * KV_BLOCK_TOKENS, num_blocks * KV_BLOCK_TOKENS))
+    tokens = request.tokens(start * KV_BLOCK_TOKENS, num_blocks * KV_BLOCK_TOKENS)
+    if len(tokens) != (num_blocks - start) * KV_BLOCK_TOKENS:
+        raise ValueError(f"request {request.id}: {num_blocks} blocks to be hashed of {request.num_tokens} tokens")
+    hashes += _chain(parent, tokens)
 
 
 def prompt_hashes(prompt: list[int], salt: str) -> bytes:
