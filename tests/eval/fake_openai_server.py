@@ -101,6 +101,7 @@ def serving(script: Script) -> Iterator[str]:
     """The base URL of a server that follows `script`, in a thread of this process."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen(128)  # from here on a client waits for the thread and is not refused
     server = uvicorn.Server(uvicorn.Config(build(script), log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

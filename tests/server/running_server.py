@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,13 +28,17 @@ SIZE = ToySize(
     max_positions=2048,
 )  # fmt: skip
 START_S = 120.0
+# Where the servers of these tests keep their sockets: other servers of the machine have theirs elsewhere.
+SCRATCH = Path(tempfile.mkdtemp(prefix="si-tests-"))
+atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a started program: ours, without settings, with the packages importable."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SPARKINFER_")}
     path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "eval"))
-    return {**kept, "PYTHONPATH": path, "SPARKINFER_THREADS": "1", "OMP_NUM_THREADS": "1", **extra}
+    own = {"PYTHONPATH": path, "TMPDIR": str(SCRATCH), "SPARKINFER_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    return {**kept, **own, **extra}
 
 
 @dataclass
