@@ -303,6 +303,35 @@ print(y.tolist(), backends["cpu"].driver.is_active())
     assert done.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0] True", done.stderr
 
 
+@pytest.mark.parametrize("shipped", [False, True])
+def test_every_layer_s_keys_are_normed_with_its_own_weight(tmp_path: Path, shipped: bool) -> None:
+    """vLLM's CPU norm reads a row of weights, the first, whatever the weight's shape: here as a stand-in for it."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "_custom_ops.py").write_text("""
+def rms_norm(out, input, weight, epsilon):
+    row = 1 if weight is None else weight.flatten()[: input.shape[-1]]
+    out.copy_(input * (input.square().mean(-1, keepdim=True) + epsilon).rsqrt() * row)
+""")
+    (tmp_path / "use.py").write_text("""
+import torch
+from vllm import _custom_ops as ops
+
+x = torch.full((2, 3, 1, 4), 5.0)
+for weight in (torch.tensor([[1.0] * 4, [2.0] * 4]), torch.full((4,), 3.0), None):
+    out = torch.empty_like(x)
+    ops.rms_norm(out, x, weight, 0.0)
+    print(*(layer.unique().tolist() for layer in out))
+""")
+    folder = Path(vllm_checks.__file__).parent / "interpreted"
+    environment = {**os.environ, "PYTHONPATH": str(folder)} | ({"VLLM_CPU_AS_SHIPPED": "1"} if shipped else {})
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "use.py")], capture_output=True, text=True, check=False, env=environment
+    )
+    second = "[1.0]" if shipped else "[2.0]"
+    assert done.stdout.splitlines() == [f"[1.0] {second}", "[3.0] [3.0]", "[1.0] [1.0]"], done.stderr
+
+
 def test_phases_of_several_servers(
     tmp_path: Path, python: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
