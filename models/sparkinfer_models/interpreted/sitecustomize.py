@@ -22,8 +22,10 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
+from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
 known_version = importlib.metadata.version
@@ -66,6 +68,32 @@ def boolean(mask: Any) -> Any:
     return interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype)
 
 
+def log1p(x: tl.tensor) -> tl.tensor:
+    """A GPU library's function, of which the interpreter has the name only."""
+    return tl.tensor(interpreter.TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
+
+
+patched: set[str] = set()
+patch, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
+numpy_types: dict[str, Any] = {}
+
+
+def call_inside(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A kernel's call of a function. The language was patched for the kernel; the interpreter does it at each call."""
+    if function.fn.__module__ not in patched:
+        patched.add(function.fn.__module__)
+        patch(function.fn)
+    return function.rewrite()(*args, **kwargs)
+
+
+def known_type(triton_type: Any) -> Any:
+    """NumPy's type, looked up once: the interpreter makes a table of all types each time."""
+    name = str(triton_type)
+    if name not in numpy_types:
+        numpy_types[name] = numpy_type(triton_type)
+    return numpy_types[name]
+
+
 def by_rows(norm: Callable[..., None]) -> Callable[..., None]:
     """vLLM's RMS norm, which takes a weight [rows, width] for an input [rows, ..., width] as its GPU kernel does."""
 
@@ -103,5 +131,9 @@ importlib.metadata.version = version
 backends["cpu"] = Backend
 builder: Any = interpreter.InterpreterBuilder
 load, store = builder.create_masked_load, builder.create_masked_store
+interpreter._get_np_dtype = known_type
+called: Any = interpreter.InterpretedFunction
+called.__call__ = call_inside
+vars(libdevice)["log1p"] = log1p
 builder.create_masked_load = lambda self, ptrs, mask, *rest: load(self, ptrs, boolean(mask), *rest)
 builder.create_masked_store = lambda self, ptrs, value, mask, *rest: store(self, ptrs, value, boolean(mask), *rest)
