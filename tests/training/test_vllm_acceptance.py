@@ -280,10 +280,11 @@ print(len(Autotuner(lambda x, n, B: None, ["x", "n", "B"], configs, ["n"], None,
 
 
 def test_kernels_run_in_triton_s_interpreter(tmp_path: Path) -> None:
-    """A mask that was combined with a scalar, as in DFlash2's walk: the interpreter alone refuses it."""
+    """A mask combined with a scalar, functions that kernels call, a GPU library's: as in DFlash2's walk."""
     (tmp_path / "kernel.py").write_text("""
 import torch, triton, triton.language as tl
 from triton.backends import backends
+from triton.language.extra import libdevice
 
 @triton.jit
 def copy(x, y, state, n, B: tl.constexpr):
@@ -291,16 +292,61 @@ def copy(x, y, state, n, B: tl.constexpr):
     offsets = tl.arange(0, B)
     tl.store(y + offsets, tl.load(x + offsets, mask=(offsets < n) & valid, other=7.0), mask=(offsets < n) & valid)
 
+@triton.jit
+def best(row, mask):
+    return tl.max(tl.where(mask, row, float("-inf")), axis=0, return_indices=True)
+
+@triton.jit
+def walk(x, tokens, values, n, B: tl.constexpr):
+    offsets = tl.program_id(0) * B + tl.arange(0, B)
+    value, index = best(tl.load(x + offsets), tl.arange(0, B) < n)
+    tl.store(tokens + tl.program_id(0), index)
+    tl.store(values + tl.program_id(0), libdevice.log1p(value))
+
 x, y = torch.arange(8.0), torch.zeros(8)
 copy[(1,)](x, y, torch.tensor([3]), 5, B=8)
 print(y.tolist(), backends["cpu"].driver.is_active())
+for _ in range(2):
+    tokens, values = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    walk[(2,)](x, tokens, values, 3, B=4)
+    print(tokens.tolist(), (values.exp() - 1).round().tolist())
 """)
     folder = Path(vllm_checks.__file__).parent / "interpreted"
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(
         [sys.executable, str(tmp_path / "kernel.py")], capture_output=True, text=True, check=False, env=environment
     )
-    assert done.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0] True", done.stderr
+    copied, walked = "[0.0, 1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0] True", "[2, 2] [2.0, 6.0]"
+    assert done.stdout.splitlines() == [copied, walked, walked], done.stderr
+
+
+@pytest.mark.parametrize("shipped", [False, True])
+def test_every_layer_s_keys_are_normed_with_its_own_weight(tmp_path: Path, shipped: bool) -> None:
+    """vLLM's CPU norm reads a row of weights, the first, whatever the weight's shape: here as a stand-in for it."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "_custom_ops.py").write_text("""
+def rms_norm(out, input, weight, epsilon):
+    row = 1 if weight is None else weight.flatten()[: input.shape[-1]]
+    out.copy_(input * (input.square().mean(-1, keepdim=True) + epsilon).rsqrt() * row)
+""")
+    (tmp_path / "use.py").write_text("""
+import torch
+from vllm import _custom_ops as ops
+
+x = torch.full((2, 3, 1, 4), 5.0)
+for weight in (torch.tensor([[1.0] * 4, [2.0] * 4]), torch.full((4,), 3.0), None):
+    out = torch.empty_like(x)
+    ops.rms_norm(out, x, weight, 0.0)
+    print(*(layer.unique().tolist() for layer in out))
+""")
+    folder = Path(vllm_checks.__file__).parent / "interpreted"
+    environment = {**os.environ, "PYTHONPATH": str(folder)} | ({"VLLM_CPU_AS_SHIPPED": "1"} if shipped else {})
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "use.py")], capture_output=True, text=True, check=False, env=environment
+    )
+    second = "[1.0]" if shipped else "[2.0]"
+    assert done.stdout.splitlines() == [f"[1.0] {second}", "[3.0] [3.0]", "[1.0] [1.0]"], done.stderr
 
 
 def test_phases_of_several_servers(
