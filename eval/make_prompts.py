@@ -17,6 +17,7 @@ from sparkinfer_eval.cells import all_ids, load_cells, resolve_cells  # noqa: E4
 from sparkinfer_eval.prompts import ChatCounter, write_prompts  # noqa: E402
 
 from sparkinfer.errors import ConfigError, SparkinferError  # noqa: E402
+from sparkinfer.output import require_folder  # noqa: E402
 
 
 def main() -> int:
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for <cell>.jsonl and <cell>.meta.json")
     options = parser.parse_args()
     try:
+        require_folder(options.out, "--out")
         document = load_cells(options.cells)
         try:
             overrides = json.loads(options.overrides)

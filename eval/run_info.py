@@ -16,6 +16,7 @@ from pathlib import Path
 from sparkinfer_eval.report.run_info import collect, read_declaration, write_json
 
 from sparkinfer.errors import ConfigError, SparkinferError
+from sparkinfer.output import require_file
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repository", type=Path, default=Path(__file__).resolve().parent.parent)
     args = parser.parse_args(argv)
     try:
+        require_file(args.output, "--output", make_folder=True)
         environments = {"engine": Path(sys.executable)}
         for item in args.environment:
             name, separator, python = item.partition("=")

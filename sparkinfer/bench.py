@@ -24,6 +24,7 @@ from sparkinfer.errors import ConfigError
 from sparkinfer.identity import engine_digest
 from sparkinfer.models.config import load_config
 from sparkinfer.models.qwen3_5_gpu import GpuOptions
+from sparkinfer.output import require_file, write_text
 from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.gpu_sizes import PassLimits
 from sparkinfer.runner.model_runner import ModelRunner
@@ -80,6 +81,16 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="torch threads on CPU (default: torch's own choice)")
     parser.add_argument("--fast", action="store_true", help="GPU: FP8 prefill, FP8 KV cache, bfloat16 states")
     parser.add_argument("--prefill-fp8", action="store_true", help="GPU: FP8 prefill alone")
+
+
+def check_options(options: argparse.Namespace, least: dict[str, int]) -> None:
+    """What can be refused before a model is loaded; `least` is the least value of a flag. Raises ConfigError."""
+    for name, low in {**least, "threads": 1}.items():
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ConfigError(f"--{name} {value}: must be at least {low}")
+    if options.json is not None:
+        require_file(options.json, "--json")
 
 
 def gpu_options(options: argparse.Namespace) -> GpuOptions:
@@ -259,6 +270,7 @@ def _print(row: BenchRow) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line. Prints a table; returns 0. Raises SparkinferError for bad input."""
     options = _parser().parse_args(arguments)
+    check_options(options, {"steps": 1, "repeats": 1})
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     print(f"{'phase':8} {'requests':>8} {'tokens':>7} {'median ms':>10} {'min ms':>10} {'tok/s':>10}")
@@ -280,7 +292,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "machine": {"arch": platform.machine(), "cpus": os.cpu_count()},
             "rows": [asdict(row) for row in rows],
         }
-        temporary = options.json.with_name(options.json.name + ".tmp")
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(options.json)
+        write_text(options.json, json.dumps(document, indent=1) + "\n")
     return 0

@@ -20,7 +20,9 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 import sparkinfer
-from sparkinfer.bench import add_load_options, open_for, parse_prompts
+from sparkinfer.bench import add_load_options, check_options, open_for, parse_prompts
+from sparkinfer.errors import ConfigError
+from sparkinfer.output import require_folder, write_text
 
 SCHEMA = "sparkinfer/profile/v1"
 WARM_STEPS = 4
@@ -112,6 +114,11 @@ def _print(found: Profile, most: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line. Prints the tables; returns 0. Raises SparkinferError for bad input."""
     options = _parser().parse_args(arguments)
+    check_options(options, {"steps": 1, "context": 1, "rows": 0})
+    if min(options.decode, default=1) < 1:
+        raise ConfigError(f"--decode {min(options.decode)}: a step decodes at least one request")
+    if options.trace is not None:
+        require_folder(options.trace, "--trace")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     gpu = options.device != "cpu"
@@ -147,7 +154,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "torch": torch.__version__,
             "steps": [asdict(each) for each in found],
         }
-        temporary = options.json.with_name(options.json.name + ".tmp")
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(options.json)
+        write_text(options.json, json.dumps(document, indent=1) + "\n")
     return 0

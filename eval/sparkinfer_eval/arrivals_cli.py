@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import ConfigError, SparkinferError
+from sparkinfer.output import require_file, write_text
 
 from . import gates
 from .arrival_plan import poisson_plan
@@ -47,8 +49,29 @@ def own_rows(rate: float, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def check_load(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a load that cannot be sent."""
+    for name in ("requests", "prompt_tokens", "short_tokens"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+    low, high = options.long_tokens
+    if not 1 <= low <= high:
+        raise ConfigError(f"--long-tokens {low} {high}: give LOW HIGH, at least 1 token and in this order")
+    for rate in options.rate:
+        if not 0 < rate < math.inf:
+            raise ConfigError(f"--rate {rate:g}: must be above 0 and finite")
+    if not 0 <= options.short_share <= 1:
+        raise ConfigError(f"--short-share {options.short_share:g}: must lie between 0 and 1")
+    if not 0 < options.timeout < math.inf:
+        raise ConfigError(f"--timeout {options.timeout:g}: must be above 0 seconds and finite")
+
+
 def run_alone(options: argparse.Namespace) -> dict[str, Any]:
-    """Every rate in turn, printed as it ends. Raises gates.InvalidRun when a request fails or the rate is off."""
+    """Every rate in turn, printed as it ends.
+
+    Raises ConfigError for a load that cannot be sent, gates.InvalidRun when a request fails or the rate is off.
+    """
+    check_load(options)
     served_name = options.served_name or served_model(options.url)
     sampling = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
     found = {}
@@ -123,9 +146,11 @@ def main(root: Path, arguments: list[str] | None = None) -> int:
     options = build_parser(root).parse_args(arguments)
     end_on_sigterm()
     try:
+        if options.json is not None:
+            require_file(options.json, "--json")
         found = run_alone(options) if options.out is None else run_as_cell(options, root)
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        if options.json is not None:
+            write_text(options.json, json.dumps(found, indent=2) + "\n")
     except SparkinferError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

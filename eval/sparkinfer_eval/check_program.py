@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sparkinfer.errors import CheckpointError, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
+from sparkinfer.output import require_file, write_text
 
 SCHEMA = "sparkinfer/check/v1"
 PASS, DIFFERENCE, BAD_INPUT, ENVIRONMENT, NOT_APPLICABLE = range(5)
@@ -69,7 +70,7 @@ def write_json(
     rows: Sequence[CheckRow],
     not_applicable: str | None = None,
 ) -> None:
-    """Write the document of a check: temporary name first, then rename.
+    """Write the document of a check: temporary name first, then rename. Raises EnvironmentProblem.
 
     A check that does not apply has no rows, `ok` null and its reason under `not_applicable`.
     """
@@ -85,9 +86,7 @@ def write_json(
     }
     if not_applicable:
         document["not_applicable"] = not_applicable
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def run(
@@ -105,18 +104,27 @@ def run(
     try:
         if not options.model.is_dir():
             raise CheckpointError(f"{options.model} is not a folder: give a model folder")
-        if options.json is not None and not options.json.absolute().parent.is_dir():
-            raise CheckpointError(f"--json {options.json}: its folder does not exist; create it first")
+        if options.json is not None:
+            require_file(options.json, "--json")
+        return _judged(check, options, body)
+    except SparkinferError as error:
+        print(f"{check}: {error}", file=sys.stderr)
+        # A plain SparkinferError has exit code 1, which here would mean a difference.
+        return error.exit_code if error.exit_code != DIFFERENCE else ENVIRONMENT
+
+
+def _judged(
+    check: str,
+    options: argparse.Namespace,
+    body: Callable[[argparse.Namespace], tuple[str, list[CheckRow]]],
+) -> int:
+    try:
         dtype, rows = body(options)
     except NotApplicable as error:
         print(f"{check}: {error}", file=sys.stderr)
         if options.json is not None:
             write_json(options.json, check, options, None, [], str(error))
         return error.exit_code
-    except SparkinferError as error:
-        print(f"{check}: {error}", file=sys.stderr)
-        # A plain SparkinferError has exit code 1, which here would mean a difference.
-        return error.exit_code if error.exit_code != DIFFERENCE else ENVIRONMENT
     print(table(rows))
     if options.json is not None:
         write_json(options.json, check, options, dtype, rows)

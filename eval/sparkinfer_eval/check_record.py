@@ -26,6 +26,7 @@ import sparkinfer
 from sparkinfer.errors import SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer.models.config import load_config
+from sparkinfer.output import require_folder, write_text
 
 from .check_program import AT_LEAST, DIFFERENCE, NOT_APPLICABLE, PASS
 from .report.machine import machine_facts, source_facts
@@ -103,12 +104,9 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:
-    """`checks.json` and `checks.md`, each by rename."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """`checks.json` and `checks.md`, each by rename. Raises EnvironmentProblem."""
     for name, text in (("checks.json", json.dumps(record, indent=1) + "\n"), ("checks.md", markdown(record))):
-        temporary = folder / f".{name}.part"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(folder / name)
+        write_text(folder / name, text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", default="random weights", help="what the record says of the models")
     options = parser.parse_args(arguments)
     try:
+        require_folder(options.out, "--out")
         for model in options.models:
             load_config(model)
             model_digest(model)

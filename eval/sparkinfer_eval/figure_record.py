@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import ConfigError
+from sparkinfer.output import write_text
 
 from .mixing_pairs import CONFIDENCE
 
@@ -120,9 +121,6 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:
-    """`figures.json` and `figures.md`, each by rename."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """`figures.json` and `figures.md`, each by rename. Raises EnvironmentProblem."""
     for name, text in (("figures.json", json.dumps(record, indent=1) + "\n"), ("figures.md", markdown(record))):
-        temporary = folder / f".{name}.part"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(folder / name)
+        write_text(folder / name, text)

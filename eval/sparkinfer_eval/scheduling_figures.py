@@ -29,6 +29,7 @@ from sparkinfer.engine.core import EngineCore
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer.models.config import load_config
+from sparkinfer.output import require_folder
 from sparkinfer.runner.open_runner import open_runner
 from sparkinfer.scheduling.bench import measure
 from sparkinfer.scheduling.config import SchedulerConfig
@@ -248,6 +249,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "scheduler_cost": scheduler_cost, "prefix_hit": prefix_hit, "mixing": mixing, "burst": burst,
     }  # fmt: skip
     try:
+        require_folder(options.out, "--out")
+        if options.record is not None:
+            require_folder(options.record, "--record")
+        if options.steps < 1:
+            raise ConfigError(f"--steps {options.steps}: the scheduler's benchmark has at least one step")
         options.busy_before = busy_cpus()
         if options.busy_before > QUIET_CPUS and not options.busy:
             raise EnvironmentProblem(

@@ -18,6 +18,7 @@ from typing import Any
 
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.models.config import load_config
+from sparkinfer.output import require_file, write_text
 from sparkinfer_eval.floor import WEIGHT_BYTES, Floor, Machine, Recipe, Work
 from sparkinfer_eval.simulate.steps import Step, read_trace
 
@@ -123,6 +124,17 @@ def markdown(found: Sequence[Breakdown]) -> list[str]:
     return lines
 
 
+def as_json(one: Breakdown) -> dict[str, Any]:
+    """A cell's figures as `--json` keeps them."""
+    return {
+        "cell": one.window.cell,
+        "tokens": one.window.tokens,
+        "seconds": one.window.end_s - one.window.begin_s,
+        "idle_s": one.idle_s,
+        "parts": {k: {"steps": p.steps, "busy_s": p.busy_s, "floor_s": p.floor_s} for k, p in one.parts.items()},
+    }
+
+
 def _steps(path: Path) -> list[Step]:
     if path.suffix != ".gz":
         return read_trace(path).steps
@@ -152,32 +164,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args(arguments)
     try:
+        if options.json is not None:
+            require_file(options.json, "--json")
         recipe = Recipe(WEIGHT_BYTES[options.weights], options.head_bytes, options.kv_bytes, options.state_bytes)
         floor = Floor(load_config(options.config), recipe, Machine(options.bytes_s, options.operations_s))
         steps = _steps(options.trace)
         found = [breakdown(window, steps, floor) for window in windows(options.report, options.engine)]
+        found = [one for one in found if one.floor_s]
+        if not found:
+            raise ConfigError("the trace holds no step of these cells: name that run's own trace")
+        print(*markdown(found), sep="\n")
+        if options.json is not None:
+            write_text(options.json, json.dumps([as_json(one) for one in found], indent=1) + "\n")
     except SparkinferError as error:
         print(f"step_breakdown.py: {error}", file=sys.stderr)
         return error.exit_code
-    found = [one for one in found if one.floor_s]
-    if not found:
-        print("step_breakdown.py: the trace holds no step of these cells: name that run's own trace", file=sys.stderr)
-        return ConfigError.exit_code
-    print(*markdown(found), sep="\n")
-    if options.json is not None:
-        rows = [
-            {
-                "cell": one.window.cell,
-                "tokens": one.window.tokens,
-                "seconds": one.window.end_s - one.window.begin_s,
-                "idle_s": one.idle_s,
-                "parts": {
-                    k: {"steps": p.steps, "busy_s": p.busy_s, "floor_s": p.floor_s} for k, p in one.parts.items()
-                },
-            }
-            for one in found
-        ]
-        temporary = options.json.with_name(f".{options.json.name}.part")
-        temporary.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(options.json)
     return 0

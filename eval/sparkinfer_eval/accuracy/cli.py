@@ -20,6 +20,7 @@ from typing import Any
 
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
+from sparkinfer.output import require_file, write_text
 from sparkinfer_eval.check_program import (
     DIFFERENCE,
     ENVIRONMENT,
@@ -156,11 +157,9 @@ def document(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """One line for each key, to a temporary name first."""
+    """One line for each key, to a temporary name first. Raises EnvironmentProblem."""
     lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items())
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, f"{{\n{lines}\n}}\n")
 
 
 def _task(options: argparse.Namespace, engines: list[Scorer], folder: Path | None) -> Task:
@@ -177,12 +176,12 @@ def _task(options: argparse.Namespace, engines: list[Scorer], folder: Path | Non
 
 def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
     """The whole comparison. Raises SparkinferError."""
+    for flag, path in (("--json", options.json), ("--record", options.record)):
+        if path is not None:
+            require_file(path, flag)
     specs = [parse_spec(options.engine_a)] + ([parse_spec(options.engine_b)] if options.engine_b else [])
     if len(specs) == 1 and options.record is None:
         raise ConfigError("give ENGINE_B to compare with, or --record F to keep ENGINE_A's scores")
-    for path in (options.json, options.record):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path}: its folder does not exist; create it first")
     folder: Path | None = options.model or next((spec.folder for spec in specs if spec.folder), None)
     context = options.context + options.answer_tokens
     names: list[tuple[Spec, str | None]] = list(zip(specs, (options.model_a, options.model_b), strict=False))

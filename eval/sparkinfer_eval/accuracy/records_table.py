@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import ConfigError, SparkinferError
+from sparkinfer.output import require_folder, write_text
 
 from .cli import CHECK, rows
 from .compare import Figures, Limits
@@ -117,17 +118,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     options = parser.parse_args(arguments)
     try:
+        require_folder(options.folder, "FOLDER")
         documents = read_documents(options.folder)
+        path = write_table(options.folder, documents)
     except SparkinferError as error:
         print(f"accuracy_table: {error}", file=sys.stderr)
         return error.exit_code
+    print(f"{len(documents)} records in {path}")
+    return 0
+
+
+def write_table(folder: Path, documents: dict[str, dict[str, Any]]) -> Path:
+    """Write the folder's README.md; returns its path. Raises EnvironmentProblem."""
     lines = "\n".join(map(line, documents.values()))
     limits = "; ".join(f"{row.name} {row.limit:g}" for row in rows(_any(documents), Limits()))
     head = HEAD.format(limits=limits, columns="| " + " | ".join(COLUMNS) + " |")
     records = "\n".join(provenance(name, document) for name, document in documents.items())
-    path = options.folder / "README.md"
-    temporary = path.with_name("README.md.part")
-    temporary.write_text(f"{head}{lines}\n\n## Records\n\n{records}\n", encoding="utf-8")
-    temporary.replace(path)
-    print(f"{len(documents)} records in {path}")
-    return 0
+    path = folder / "README.md"
+    write_text(path, f"{head}{lines}\n\n## Records\n\n{records}\n")
+    return path

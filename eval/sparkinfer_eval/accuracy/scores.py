@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkinfer.errors import ConfigError
+from sparkinfer.output import write_bytes
 
 from .held_out import Task
 
@@ -71,7 +72,7 @@ def _likeliest(top: dict[int, float]) -> list[list[Any]]:
 
 
 def write_scores(path: Path, task: Task, scores: Scores) -> None:
-    """Write a record: xz-compressed JSON, to a temporary name first."""
+    """Write a record: xz-compressed JSON, to a temporary name first. Raises EnvironmentProblem."""
     document = {
         "schema": SCHEMA,
         "engine": scores.engine,
@@ -82,9 +83,7 @@ def write_scores(path: Path, task: Task, scores: Scores) -> None:
         },
         "answers": {name: [a.tokens, [_likeliest(top) for top in a.tops]] for name, a in scores.answers.items()},
     }
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_bytes(lzma.compress(json.dumps(document, allow_nan=False).encode(), preset=2))
-    temporary.replace(path)
+    write_bytes(path, lzma.compress(json.dumps(document, allow_nan=False).encode(), preset=2))
 
 
 def read_scores(path: Path) -> tuple[Task, Scores]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.output import require_folder
 from sparkinfer_eval.host import servers
 from sparkinfer_eval.host.site import Host, install_wheels, load_caches, program, save_caches, unpack
 from sparkinfer_eval.host.tokenizer import SOURCE, write_text_tokenizer
@@ -163,9 +164,14 @@ def main(root: Path, arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 a check failed, 2 bad input, 3 the machine cannot do it."""
     options = _parser().parse_args(arguments)
     host = Host(root, options.work.resolve())
-    host.work.mkdir(parents=True, exist_ok=True)
     sys.path.append(str(host.site))
     try:
+        require_folder(host.work, "--work")
+        if options.phase == "collect":
+            require_folder(options.out, "--out")
+        if options.phase == "caches" and options.save is not None:
+            require_folder(options.save, "--save")
+        host.work.mkdir(parents=True, exist_ok=True)
         return _run(host, options)
     except SparkinferError as error:
         print(f"gpu_host.py: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from sparkinfer.errors import ConfigError
+from sparkinfer.output import require_folder
 from sparkinfer_eval import parquet
 from sparkinfer_eval.report.commands import commands_text, relative_paths
 from sparkinfer_eval.report.document import embeddable_svg, to_html, to_markdown
@@ -64,7 +65,8 @@ def _swap(new: Path, target: Path) -> None:
 
 
 def write_report(run_folder: Path, output: Path, repository: Path, changes: Path) -> None:
-    """Render a run. Raises ConfigError for raw results that are not fit and for a target that is signed."""
+    """Render a run. Raises ConfigError for raw results that are not fit, and for a target that is signed or cannot be
+    written."""
     run = load_run(run_folder)
     if output.exists() and not output.is_dir():
         raise ConfigError(f"{output} exists and is no folder: choose another --output")
@@ -72,6 +74,7 @@ def write_report(run_folder: Path, output: Path, repository: Path, changes: Path
     if bundles.is_dir() and any(bundles.iterdir()):
         raise ConfigError(f"{output} is signed (bundles/ is not empty): a new rendering would not fit its signatures; "
                           "choose another --output")  # fmt: skip
+    require_folder(output.parent, "--output")
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import ConfigError, SparkinferError
+from sparkinfer.output import require_file, require_folder, write_text
 from sparkinfer.scheduling.config import SchedulerConfig
 
 from ..cells import load_cells, resolve_cells
@@ -156,8 +157,7 @@ def policies_table(loads: Sequence[Workload], costs: Costs, policies: Sequence[s
 
 
 def write_out(folder: Path, text: str, costs: Costs, recorded: Recorded | None, points: list[compare.Point]) -> None:
-    """Table, JSON and plot."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Table, JSON and plot. Raises EnvironmentProblem."""
     document = {
         "schema": "sparkinfer/simulation/v1",
         "fitted_on": costs.about,
@@ -165,9 +165,7 @@ def write_out(folder: Path, text: str, costs: Costs, recorded: Recorded | None, 
         "points": [{**dataclasses.asdict(p), "error": p.error, "inside": p.inside} for p in points],
     }
     for name, content in (("simulation.md", text), ("simulation.json", json.dumps(document, indent=1) + "\n")):
-        temporary = folder / f".{name}.part"
-        temporary.write_text(content, encoding="utf-8")
-        temporary.replace(folder / name)
+        write_text(folder / name, content)
     if recorded is not None and points:
         seen = len({point.cell for point in points if point.fitted})
         how = f"cost model fitted on {seen} of the cells" if seen else "each cell from a cost model of the others"
@@ -180,6 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 2 bad input, 3 environment."""
     options = parser().parse_args(arguments)
     try:
+        if options.out is not None:
+            require_folder(options.out, "--out")
+        if options.save is not None:
+            require_file(options.save, "--save", make_folder=True)
         begin = time.perf_counter()
         costs, recorded, points = costs_of(options)
         parts = ["# Simulation", "", "Fitted on: " + json.dumps(costs.about), "", "```", costs.describe(), "```", ""]

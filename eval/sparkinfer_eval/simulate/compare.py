@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import matplotlib
 
+from sparkinfer.output import write_bytes
 from sparkinfer.scheduling.config import SchedulerConfig
 
 matplotlib.use("Agg")
@@ -169,7 +171,7 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
         axis.legend(fontsize=8, loc="upper left")
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    temporary = path.with_name(f".{path.name}.part")
-    figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix.removeprefix("."), dpi=150)
     plt.close(figure)
-    temporary.replace(path)
+    write_bytes(path, drawn.getvalue())

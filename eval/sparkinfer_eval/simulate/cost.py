@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from sparkinfer.errors import ConfigError
+from sparkinfer.output import write_text
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.types import StepPlan
 
@@ -264,14 +265,11 @@ def error_of(costs: Costs, steps: Sequence[Step]) -> float:
 
 
 def save(costs: Costs, path: Path) -> None:
-    """Write as JSON: temporary name first, then rename."""
+    """Write as JSON: temporary name first, then rename. Raises EnvironmentProblem."""
     document = {"schema": SCHEMA, **dataclasses.asdict(costs)}
     document["pass_weights"] = dict(zip(PASS_FEATURES, costs.pass_weights, strict=True))
     document["host_weights"] = dict(zip(HOST_FEATURES, costs.host_weights, strict=True))
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def load(path: Path) -> Costs:
