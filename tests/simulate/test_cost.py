@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -173,3 +174,16 @@ def test_other_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
         read_trace(tmp_path / "x.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "absent.jsonl")
+    (tmp_path / "binary").write_bytes(b"\x80\xff\x00")
+    with pytest.raises(ConfigError, match=r"binary cannot be read"):
+        read_trace(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("text", ['{"t": 1, "s": 1}', '{"t": 1, "s": 1, "d": "x", "dc": 0, "n": 0}', '{"t": NaN, "s": 1, "d": 0, "dc": 0, "n": 0}',
+                                  '{"t": 1, "s": 1, "d": 0, "dc": 0, "n": 0, "p": [[1, 2], [1, 2, 3, 4]]}'])  # fmt: skip
+def test_steps_without_their_numbers_are_named(tmp_path: Path, text: str) -> None:
+    header = json.dumps({"schema": SCHEMA, "epoch": 0, "scheduler": dataclasses.asdict(CONFIG)})
+    step = '{"t": 1, "s": 1, "d": 0, "dc": 0, "n": 0, "p": [[0, 5, -1]]}'
+    (tmp_path / "x.jsonl").write_text("\n".join([header, step, text, step]))
+    with pytest.raises(ConfigError, match=r"x\.jsonl:3: not a line"):
+        read_trace(tmp_path / "x.jsonl")

@@ -16,7 +16,7 @@ from sparkinfer_eval.simulate.cost import Costs, Host, save
 from sparkinfer_eval.simulate.measured import fit_run, lone_requests, read_run, read_runs
 from sparkinfer_eval.simulate.replay import Simulation, simulate
 from sparkinfer_eval.simulate.steps import HOST_FEATURES, PASS_FEATURES, PAUSE_S
-from sparkinfer_eval.simulate.workload import Shape, Workload, of_cell, prompt_of
+from sparkinfer_eval.simulate.workload import Shape, Workload, of_cell, prompt_of, read_requests
 from sparkinfer_eval.toy_model import ToySize, generate
 
 from sparkinfer.engine.step_trace import SCHEMA, step_line
@@ -292,7 +292,14 @@ def test_command_line_on_a_run(run_folder: Path, tmp_path: Path, capsys: pytest.
     [
         ([], "exactly one of"),
         (["--costs", "absent.json", "--cell", "chat-c1"], "not a cost model"),
-        (["--run", "absent"], "no model"),
+        (["--run", "absent"], "--run absent is not a folder"),
+        (["--run", "{costs}"], "costs.json is not a folder"),
+        (["--costs", "{binary}", "--cell", "chat-c1"], "binary is not a cost model"),
+        (["--steps", "{binary}"], "binary cannot be read"),
+        (["--costs", "{costs}", "--requests", "{binary}"], "binary cannot be read"),
+        (["--costs", "{costs}", "--requests", "{bad}", "--concurrency", "-1"], "--concurrency -1"),
+        (["--costs", "{costs}", "--cells", "{binary}", "--cell", "chat-c1"], "binary is not YAML"),
+        (["--costs", "{costs}", "--cells", "{folder}", "--cell", "chat-c1"], "cannot be read (Is a directory)"),
         (["--costs", "{costs}", "--cell", "chat-c99"], "no cell chat-c99"),
         (["--costs", "{costs}", "--cell", "chat-c1", "--set", "colour=1"], "setting of the scheduler"),
         (["--costs", "{costs}", "--cell", "chat-c1", "--set", "mixed_chunk=x"], "not a value of mixed_chunk"),
@@ -305,10 +312,24 @@ def test_bad_input_says_what_is_wrong(
 ) -> None:
     save(costs(**{"pass": 0.01}), tmp_path / "costs.json")
     (tmp_path / "trace.jsonl").write_text('{"prompt": 3}\n')
+    (tmp_path / "binary").write_bytes(b"\x80\xff\x00")
     names = {"{costs}": str(tmp_path / "costs.json"), "{bad}": str(tmp_path / "trace.jsonl")}
+    names |= {"{binary}": str(tmp_path / "binary"), "{folder}": str(tmp_path)}
     filled = [names.get(item, item) for item in arguments]
-    assert cli.main([*filled, "--cells", str(ROOT / "config" / "cells.yaml")]) == 2
+    assert cli.main(["--cells", str(ROOT / "config" / "cells.yaml"), *filled]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"prompt_tokens": 1.5}, {"prompt_tokens": True}, {"output_tokens": 10**12}, {"at_s": float("inf")},
+     {"at_s": float("nan")}, {"temperature": "hot"}, {"prefix": 3}, {"prefix_tokens": -1}],
+)  # fmt: skip
+def test_requests_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({"prompt_tokens": 8, "output_tokens": 8, **change}) + "\n")
+    with pytest.raises(ConfigError, match=r"trace\.jsonl:1: lengths"):
+        read_requests(path, 1)
 
 
 def test_a_run_without_traces_is_refused(run_folder: Path, tmp_path: Path) -> None:

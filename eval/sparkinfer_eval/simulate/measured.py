@@ -65,6 +65,8 @@ def models_of(run: Path, engine: str) -> list[str]:
 
 def read_run(run: Path, engine: str = "sparkinfer", model: str | None = None) -> Recorded:
     """Read `results/<run>`. Raises ConfigError when cells or step traces are missing, or the model is not clear."""
+    if not run.is_dir():
+        raise ConfigError(f"--run {run} is not a folder: name a recorded run, results/<run>")
     models = models_of(run, engine)
     if model is None and len(models) != 1:
         raise ConfigError(f"{run} has measured {', '.join(models) or 'no model'} with {engine}: name one with --model")

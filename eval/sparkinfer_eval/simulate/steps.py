@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,13 +61,24 @@ class Trace:
         return [step for step in self.steps if begin_s <= step.wall_s < end_s]
 
 
+def _check(line: dict[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError for a step that features cannot be made of."""
+    counts = [line["d"], line["dc"], line["n"]]
+    for start, length, age in line.get("p", ()):
+        counts += start, length, age
+    if any(type(number) is not int for number in counts):
+        raise ValueError("d, dc and n are whole numbers, p holds three for each chunk")
+    if not math.isfinite(line["t"]) or not 0 <= line["s"] < math.inf:
+        raise ValueError("t and s are seconds")
+
+
 def read_trace(path: Path) -> Trace:
     """Read a trace file. Raises ConfigError: missing, malformed, or starts with different scheduler settings."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}): name a file that a server wrote under SPARKINFER_STEP_TRACE"
+            f"{path} cannot be read ({error}): name a file that a server wrote under SPARKINFER_STEP_TRACE"
         ) from error
     scheduler: SchedulerConfig | None = None
     about: dict[str, Any] = {}
@@ -85,6 +97,7 @@ def read_trace(path: Path) -> Trace:
                 about = {k: v for k, v in line.items() if k not in ("schema", "epoch", "scheduler")}
             else:
                 wall = line["t"] + epoch
+                _check(line)
                 if not steps or wall - steps[-1].end_s >= PAUSE_S:
                     line["rested"] = 1
                 steps.append(Step(wall, line["s"], line))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ..cells import Cell
 from ..records import Record
 
 VOCABULARY = 1 << 17
+MOST_TOKENS = 1 << 24
+"""Of a prompt or an answer: beyond any context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +82,37 @@ def of_records(cell: Cell, records: Sequence[Record]) -> Workload:
     return Workload(cell.id, shapes, cell.concurrency or 0)
 
 
+def _fits(shape: Shape) -> bool:
+    counts = (shape.prompt_tokens, shape.output_tokens)
+    return (
+        all(type(value) is int and 1 <= value <= MOST_TOKENS for value in counts)
+        and type(shape.prefix_tokens) is int
+        and shape.prefix_tokens >= 0
+        and all(type(value) in (int, float) and 0 <= value < math.inf for value in (shape.at_s, shape.temperature))
+        and isinstance(shape.prefix, str)
+    )
+
+
 def read_requests(path: Path, concurrency: int) -> Workload:
     """A JSONL trace: `prompt_tokens`, `output_tokens`, `at_s` (open loop), and optional `prefix`, `prefix_tokens`,
     `temperature`. Raises ConfigError naming the line."""
+    if concurrency < 0:
+        raise ConfigError(f"--concurrency {concurrency}: must be at least 1, or 0 for arrivals at `at_s`")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): name a JSONL trace, see docs/simulator.md") from error
     shapes = []
     for number, text in enumerate(lines, 1):
         try:
             shape = Shape(**json.loads(text))
-            fits = shape.prompt_tokens >= 1 and shape.output_tokens >= 1 and shape.at_s >= 0
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}:{number}: not a request ({error}); see docs/simulator.md") from error
-        if not fits:
-            raise ConfigError(f"{path}:{number}: lengths must be at least 1 token and at_s at least 0 s")
+        if not _fits(shape):
+            raise ConfigError(
+                f"{path}:{number}: lengths must be whole numbers from 1 to {MOST_TOKENS} tokens, at_s and temperature "
+                "finite numbers of at least 0, prefix a text and prefix_tokens a whole number"
+            )
         shapes.append(shape)
     if not shapes:
         raise ConfigError(f"{path} holds no request")
