@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
 from sparkinfer.errors import EnvironmentProblem, RequestError
+
+PR_SET_PDEATHSIG = 1
+
+
+def _end_with_us() -> Callable[[], object]:
+    """What a new child calls to be told to end when we die, of a closed terminal say."""
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextmanager
@@ -21,7 +31,10 @@ def _url_of(target: str) -> Iterator[str]:
         yield target.rstrip("/").removesuffix("/v1")
         return
     command = [sys.executable, "-m", "sparkinfer.cli", "serve", target, "--port", "0", "--log-level", "warning"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # A group of its own: Ctrl-C stops an answer, not the server.
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, process_group=0, preexec_fn=_end_with_us()
+    )
     try:
         assert server.stdout is not None
         for line in server.stdout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -146,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line. Exit codes: 0 ok, 2 bad input, 3 the machine cannot do it, 1 anything else."""
+    """Command line. Exit codes: 0 ok, 2 bad input, 3 the machine cannot do it, 130 interrupted, 1 anything else."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if arguments[:1] == ["bench"]:
@@ -162,6 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SparkinferError as error:
         print(f"sparkinfer: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("sparkinfer: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from sparkinfer.engine.ipc import EngineOptions, Launch, ServerEnd, decode_from_engine, encode
+from sparkinfer.engine.ipc import SERVERS_SIGNALS, EngineOptions, Launch, ServerEnd, decode_from_engine, encode
 from sparkinfer.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -123,7 +124,12 @@ class EngineClient:
         """Start the process; `ready` or `died` tells how it went."""
         end = self._end = ServerEnd()
         launch = Launch(self._options, end.to_engine, end.from_engine, os.getpid())
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
+        # Ctrl-C reaches the whole group: the child begins with the signals blocked, until it has chosen to ignore them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SERVERS_SIGNALS)
+        try:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin is not None
         # The pipe stays open: its end of file tells the engine that the server is gone.
         self._process.stdin.write(msgspec.json.encode(launch) + b"\n")

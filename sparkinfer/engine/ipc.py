@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import zmq
 
 from sparkinfer.engine.messages import FromEngine, ToEngine
 from sparkinfer.settings import Settings
+
+SERVERS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""The server's to answer, also where they are sent to the whole process group: the engine ends when it is told to."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

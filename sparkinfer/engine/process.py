@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sparkinfer import garbage
-from sparkinfer.engine.ipc import EngineEnd, EngineOptions, Launch
+from sparkinfer.engine.ipc import SERVERS_SIGNALS, EngineEnd, EngineOptions, Launch
 from sparkinfer.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -213,8 +213,10 @@ def serve_engine(build: Callable[[EngineOptions], Engine]) -> int:
         level=launch.options.settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     # The server decides when to end: Ctrl-C reaches the whole foreground group, and requests are still to be drained.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # They were blocked until here; what came meanwhile is dropped, and our children get an ordinary mask.
+    for number in SERVERS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SERVERS_SIGNALS)
     die_with_parent(launch.parent_pid)
     end = EngineEnd(launch)
     try:

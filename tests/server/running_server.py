@@ -92,12 +92,13 @@ class Running:
 
 
 @contextmanager
-def start(command: list[str], log: Path, wait: bool = True, **extra: str) -> Iterator[Running]:
-    """Start a server, and end it and its engine whatever happens."""
+def start(command: list[str], log: Path, wait: bool = True, session: bool = False, **extra: str) -> Iterator[Running]:
+    """Start a server, in a session of its own if asked, and end it and its engine whatever happens."""
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, text=True, env=environment(**extra)
-        )
+            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, text=True, env=environment(**extra),
+            start_new_session=session,
+        )  # fmt: skip
     running = Running(process, log)
     try:
         if wait:

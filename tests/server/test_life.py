@@ -226,6 +226,36 @@ def test_not_ready_is_503_and_a_signal_ends_the_loading(model_dir: Path, tmp_pat
         assert running.process.wait(20) == 0
 
 
+@pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.5)])
+def test_a_signal_to_the_group_ends_the_loading_in_order(
+    model_dir: Path, tmp_path: Path, number: signal.Signals, delay_s: float
+) -> None:
+    """Ctrl-C in a terminal, and timeout(1): the engine gets the signal too, while it has hardly begun."""
+    command = ["-m", "sparkinfer.cli", "serve", str(model_dir), "--port", "0"]
+    with start(command, tmp_path / "log", wait=False, session=True) as running:
+        while not (children := psutil.Process(running.process.pid).children()):
+            assert running.process.poll() is None, running.text()
+            time.sleep(0.005)
+        time.sleep(delay_s)
+        assert "ready on" not in running.text()
+        os.killpg(running.process.pid, number)
+        assert running.process.wait(20) == 0, running.text()
+        assert "Traceback" not in running.text()
+        assert "killed" not in running.text()
+        assert all(wait_gone(child.pid) for child in children)
+
+
+def test_ctrl_c_in_any_command_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(model: str | None) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparkinfer.doctor.doctor", interrupted)
+    assert main(["doctor"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "sparkinfer: interrupted\n"
+
+
 def test_doctor(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +304,39 @@ def test_chat_against_a_url(echo: Running) -> None:
             [*command[:4], target], input="hello\n", capture_output=True, text=True, timeout=60, env=environment()
         )
         assert (failed.returncode, "Traceback" in failed.stderr) == (code, False), failed.stderr
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_server_of_a_chat(model_dir: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sparkinfer.cli", "chat", str(model_dir), "--max-tokens", "1500"]
+    log = tmp_path / "log"
+
+    def until(words: str) -> None:
+        deadline = time.monotonic() + 60
+        while words not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env=environment(PYTHONUNBUFFERED="1"),
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdin is not None
+        try:
+            until("> ")
+            (server,) = psutil.Process(process.pid).children()
+            print("hello", file=process.stdin, flush=True)
+            time.sleep(0.3)
+            os.killpg(process.pid, signal.SIGINT)
+            until("[stopped]")
+            assert not wait_gone(server.pid, 1.0)
+            process.kill()
+            assert wait_gone(server.pid, 20), "the server ends with a chat that was killed"
+        finally:
+            process.kill()
 
 
 def test_no_socket_folder_is_left() -> None:

@@ -179,8 +179,15 @@ def test_other_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
         read_trace(tmp_path / "binary")
 
 
-@pytest.mark.parametrize("text", ['{"t": 1, "s": 1}', '{"t": 1, "s": 1, "d": "x", "dc": 0, "n": 0}', '{"t": NaN, "s": 1, "d": 0, "dc": 0, "n": 0}',
-                                  '{"t": 1, "s": 1, "d": 0, "dc": 0, "n": 0, "p": [[1, 2], [1, 2, 3, 4]]}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"t": 1, "s": 1}',
+        '{"t": 1, "s": 1, "d": "x", "dc": 0, "n": 0}',
+        '{"t": NaN, "s": 1, "d": 0, "dc": 0, "n": 0}',
+        '{"t": 1, "s": 1, "d": 0, "dc": 0, "n": 0, "p": [[1, 2], [1, 2, 3, 4]]}',
+    ],
+)
 def test_steps_without_their_numbers_are_named(tmp_path: Path, text: str) -> None:
     header = json.dumps({"schema": SCHEMA, "epoch": 0, "scheduler": dataclasses.asdict(CONFIG)})
     step = '{"t": 1, "s": 1, "d": 0, "dc": 0, "n": 0, "p": [[0, 5, -1]]}'
