@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.settings import unknown_variables
+from sparkinfer.settings import printable, resolve
 
 PYTHON_VERSIONS = ((3, 11), (3, 13))
 MODULES = ("torch", "transformers", "tokenizers", "safetensors", "uvicorn", "starlette", "zmq", "msgspec")
@@ -36,10 +36,10 @@ def doctor(model: str | None) -> int:
     """Print one line per check; returns 0, 2 (something given is wrong) or 3 (the machine cannot serve)."""
     findings = [_python(), *_modules(), *_torch(), _memory(), *_environment()]
     if model is not None:
-        findings += _model(Path(model).expanduser())
+        findings += _model(model)
     for finding in findings:
         mark = "FAIL" if finding.code else "note" if finding.note else "ok"
-        print(f"{mark:5}{finding.name:14}{finding.text}")
+        print(f"{mark:5}{finding.name:14}{printable(finding.text)}")
     return max(finding.code for finding in findings)
 
 
@@ -98,23 +98,25 @@ def _memory() -> Finding:
 
 
 def _environment() -> list[Finding]:
-    return [Finding("settings", text, 2) for text in unknown_variables(os.environ)] or [
-        Finding("settings", "no unknown")
-    ]
+    try:
+        resolve(os.environ)
+    except SparkinferError as error:
+        return [Finding("settings", text, error.exit_code) for text in str(error).splitlines()]
+    return [Finding("settings", "all known and fit to each other")]
 
 
-def _model(folder: Path) -> list[Finding]:
+def _model(model: str) -> list[Finding]:
     from sparkinfer.models.config import load_config
     from sparkinfer.server.serve import check_model_folder
 
     try:
-        check_model_folder(str(folder))
+        folder = check_model_folder(model)
         config = load_config(folder)
         size = sum(_tensor_bytes(path) for path in sorted(folder.glob("*.safetensors")))
     except SparkinferError as error:
         return [Finding("model", str(error), error.exit_code)]
     except (ValueError, OSError) as error:
-        return [Finding("model", f"{folder}: unreadable ({error})", 2)]
+        return [Finding("model", f"{model}: unreadable ({error})", 2)]
     if size == 0:
         return [Finding("model", f"{folder}: no *.safetensors", 2)]
     findings = [Finding("model", f"{config.architecture}, {size >> 20} MiB of weights")]

@@ -316,8 +316,20 @@ def _base_type(field: dataclasses.Field[Any]) -> str:
     return str(field.type).split(" |")[0]
 
 
+def printable(text: str) -> str:
+    """The text with escapes for bytes of the command line or the environment that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def require_utf8(text: str, source: str) -> None:
+    """Raise ConfigError, naming `source`, for text from the command line or the environment that is not UTF-8."""
+    if (shown := printable(text)) != text:
+        raise ConfigError(f"{source}: '{shown}' is not UTF-8 text: write it in UTF-8")
+
+
 def parse(field: dataclasses.Field[Any], text: str, source: str) -> Any:
     """The value of a setting written as text. Raises ConfigError naming `source` (a flag or a variable)."""
+    require_utf8(text, source)
     text, kind, meta = text.strip(), _base_type(field), field.metadata
     if field.default is None and text.lower() in ("", "auto"):
         return None
@@ -349,7 +361,7 @@ def unknown_variables(environ: Iterable[str]) -> list[str]:
         if name.startswith(PREFIX) and name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else "`sparkinfer serve --help` lists the settings"
-            messages.append(f"unknown setting {name} in the environment: {hint}")
+            messages.append(f"unknown setting {printable(name)} in the environment: {hint}")
     return messages
 
 
@@ -362,6 +374,8 @@ def resolve(environ: Mapping[str, str], flags: Mapping[str, str | None] | None =
     unknown = unknown_variables(environ)
     if unknown:
         raise ConfigError("\n".join(unknown))
+    for name in ENVIRONMENT_ONLY:
+        require_utf8(environ.get(name, ""), name)
     values = {}
     for field in dataclasses.fields(Settings):
         given = flags.get(field.name)

@@ -38,6 +38,12 @@ def check(settings: Settings) -> None:
         )
     backlog = settings.backlog_chunk
     if backlog:
+        if settings.deterministic:
+            raise ConfigError(
+                "SPARKINFER_DETERMINISTIC=1 runs every prompt in passes of its own, "
+                f"SPARKINFER_BACKLOG_CHUNK={backlog} asks for prompts beside the decoding requests: leave one of the "
+                "two out"
+            )
         if chunk == 0:
             raise ConfigError(
                 f"SPARKINFER_BACKLOG_CHUNK={backlog} needs mixed steps, which SPARKINFER_MIXED_CHUNK=0 turns off: set "

@@ -102,7 +102,11 @@ def run(
         body: does the comparing; returns the dtype it ran in and its rows. It may raise SparkinferError.
     """
     try:
-        if not options.model.is_dir():
+        try:
+            found = options.model.is_dir()
+        except OSError as error:  # a name that is too long, a folder that is closed
+            raise CheckpointError(f"{options.model}: {error.strerror}; give a model folder") from error
+        if not found:
             raise CheckpointError(f"{options.model} is not a folder: give a model folder")
         if options.json is not None:
             require_file(options.json, "--json")

@@ -20,9 +20,12 @@ def resolve_model(model: str) -> Path:
         CheckpointError: there is no such folder, or the revision is no full commit id.
         EnvironmentProblem: the repository cannot be fetched.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
+    try:
+        folder = Path(model).expanduser()
+        if folder.is_dir():
+            return folder
+    except (OSError, RuntimeError) as error:  # a name that is too long, a folder that is closed, a user who is not
+        raise CheckpointError(f"no model folder {model!r}: {error}") from error
     match = _HUB.fullmatch(model)
     if match is None:
         hint = f"; to take it from the hub, write {model}@<commit>" if re.fullmatch(r"[\w.-]+/[\w.-]+", model) else ""

@@ -25,12 +25,13 @@ from sparkinfer.engine.client import ENGINE_COMMAND, EngineClient
 from sparkinfer.engine.ipc import EngineOptions
 from sparkinfer.errors import CheckpointError, EnvironmentProblem
 from sparkinfer.models.hub import resolve_model
+from sparkinfer.output import require_appendable
 from sparkinfer.server.app import build_app
 from sparkinfer.server.errors import HttpError
 from sparkinfer.server.metrics import Metrics
 from sparkinfer.server.state import ServerState
 from sparkinfer.server.tokenizer import ServerTokenizer
-from sparkinfer.settings import Settings
+from sparkinfer.settings import Settings, require_utf8
 
 log = logging.getLogger("sparkinfer.server")
 
@@ -63,8 +64,12 @@ class _Server(uvicorn.Server):
 
 
 def check_model_folder(model: str) -> Path:
-    """The model's folder, fetched if `model` is a hub id with a commit. Raises CheckpointError, EnvironmentProblem."""
+    """The model's folder, fetched if `model` is a hub id with a commit.
+
+    Raises CheckpointError, EnvironmentProblem, and ConfigError for a path that is not UTF-8.
+    """
     folder = resolve_model(model)
+    require_utf8(f"{model} {folder.resolve()}", "MODEL")
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise CheckpointError(f"{model}: {name} is missing, so this is no complete model folder")
@@ -213,8 +218,14 @@ class _Life:
 
 
 def run(options: ServeOptions, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Blocking form of `serve`, on uvloop where it is installed. Raises SparkinferError."""
+    """Blocking form of `serve`, on uvloop where it is installed. Raises SparkinferError.
+
+    What can be refused without the model is refused before it is loaded.
+    """
     check_model_folder(options.model)
+    require_utf8(options.device, "--device")
+    if options.settings.step_trace is not None:
+        require_appendable(Path(options.settings.step_trace), "SPARKINFER_STEP_TRACE:")
     sock = take_port(options.host, options.port)
     logging.basicConfig(
         level=options.settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"

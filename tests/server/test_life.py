@@ -75,6 +75,26 @@ def test_missing_model() -> None:
     assert "no/such/folder" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["serve", "doctor", "quantize"])
+@pytest.mark.parametrize("model", ["n" * 300, "~no-such-user-here/x", "no-\udcff"])
+def test_impossible_model_folders_are_named(
+    command: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [str(tmp_path / "out"), "--format", "fp8"] if command == "quantize" else []
+    assert main([command, model, *more]) == 2
+    said = "".join(capsys.readouterr())
+    assert "no model folder" in said
+    assert model[:10].replace("\udcff", "\\udcff") in said
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "m\udcff"
+    folder.symlink_to(model_dir)
+    result = cli("serve", str(folder), "--port", "0")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert "is not UTF-8" in result.stderr
+
+
 def test_incomplete_model(model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cut"
     folder.mkdir()
@@ -131,6 +151,10 @@ def test_port_in_use_is_said_before_loading(model_dir: Path) -> None:
         (("--port", "70000"), {}, "65535"),
         (("--max-model-len", "4096"), {}, "2048"),
         (("--device", "tpu"), {}, "tpu"),
+        (("--device", "cpu\udcff"), {}, "--device: 'cpu\\udcff' is not UTF-8"),
+        ((), {"SPARKINFER_SERVED_MODEL_NAME": "m\udcff"}, "SPARKINFER_SERVED_MODEL_NAME: 'm\\udcff' is not UTF-8"),
+        ((), {"SPARKINFER_STEP_TRACE": "/dev"}, "SPARKINFER_STEP_TRACE: /dev is a folder"),
+        ((), {"SPARKINFER_STEP_TRACE": "no/such/folder/x"}, "no/such/folder/x: its folder does not exist"),
     ],
 )
 def test_contradictions_are_refused(
@@ -139,6 +163,9 @@ def test_contradictions_are_refused(
     result = cli("serve", str(model_dir), *(("--port", "0") if "--port" not in flags else ()), *flags, **variables)
     assert result.returncode == 2, result.stderr
     assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    # What the model has no part in is said before it is loaded.
+    assert ("listening" in result.stdout) == (flags[:1] == ("--max-model-len",) or flags == ("--device", "tpu"))
 
 
 def test_killed_engine_ends_streams_and_server(model_dir: Path, tmp_path: Path) -> None:
@@ -277,6 +304,10 @@ def test_doctor(
     monkeypatch.setenv("SPARKINFER_NOPE", "1")
     assert main(["doctor"]) == 2
     assert "SPARKINFER_NOPE" in capsys.readouterr().out
+    monkeypatch.delenv("SPARKINFER_NOPE")
+    monkeypatch.setenv("SPARKINFER_MAX_QUEUE", "many")
+    assert main(["doctor"]) == 2
+    assert "'many' is not a whole number" in capsys.readouterr().out
 
 
 def test_chat_against_a_url(echo: Running) -> None:

@@ -55,6 +55,12 @@ def test_other_variables_are_left_alone() -> None:
         ({"SPARKINFER_PREFIX_CACHE": "0", "SPARKINFER_PREFIX_CACHE_HOST_KV_MB": "9"}, "needs the prefix cache"),
         ({"SPARKINFER_MIXED_CHUNK": "0", "SPARKINFER_BACKLOG_CHUNK": "2048"}, "needs mixed steps"),
         ({"SPARKINFER_MIXED_CHUNK": "2048", "SPARKINFER_BACKLOG_CHUNK": "2048"}, "or more than 2048"),
+        ({"SPARKINFER_DETERMINISTIC": "1", "SPARKINFER_BACKLOG_CHUNK": "2048"}, "BACKLOG_CHUNK=2048 asks for prompts"),
+        ({"SPARKINFER_SERVED_MODEL_NAME": "m\udcff"}, r"SPARKINFER_SERVED_MODEL_NAME: .* is not UTF-8 text"),
+        ({"SPARKINFER_PREFIX_CACHE_SALT": "\ud800"}, r"SPARKINFER_PREFIX_CACHE_SALT: .* is not UTF-8 text"),
+        ({"SPARKINFER_MAX_QUEUE": "1\udcff"}, r"SPARKINFER_MAX_QUEUE: .* is not UTF-8 text"),
+        ({"SPARKINFER_\udcff": "1"}, r"unknown setting SPARKINFER_\\udcff"),
+        ({"SPARKINFER_IMAGE_DIGEST": "sha256:\udcff"}, r"SPARKINFER_IMAGE_DIGEST: .* is not UTF-8 text"),
         ({"SPARKINFER_BACKLOG_CHUNK": "9000"}, "above SPARKINFER_PREFILL_CHUNK=8192"),
     ],
 )
@@ -65,7 +71,7 @@ def test_refusals(environ: dict[str, str], words: str) -> None:
 
 def test_what_the_defaults_and_the_checks_allow() -> None:
     resolve({"SPARKINFER_MAX_NUM_SEQS": "4"})
-    resolve({"SPARKINFER_DETERMINISTIC": "1", "SPARKINFER_MIXED_CHUNK": "0"})
+    resolve({"SPARKINFER_DETERMINISTIC": "1", "SPARKINFER_MIXED_CHUNK": "0", "SPARKINFER_BACKLOG_CHUNK": "0"})
     resolve({"SPARKINFER_MIXED_CHUNK": "64", "SPARKINFER_PREFILL_CHUNK": "64", "SPARKINFER_CHECKPOINT_INTERVAL": "0"})
     resolve({"SPARKINFER_MIXED_MAX_PROMPTS": "100", "SPARKINFER_MAX_NUM_SEQS": "100"})
 
