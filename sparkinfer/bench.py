@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 import sparkinfer
+from sparkinfer.arguments import seed
 from sparkinfer.errors import ConfigError
 from sparkinfer.identity import engine_digest
 from sparkinfer.models.config import load_config
@@ -77,7 +78,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32 (default %(default)s)")
     parser.add_argument("--load-format", default="auto", help="auto, or dummy for random weights (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and dummy weights (default %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="of prompts and dummy weights (default %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads on CPU (default: torch's own choice)")
     parser.add_argument("--fast", action="store_true", help="GPU: FP8 prefill, FP8 KV cache, bfloat16 states")
     parser.add_argument("--prefill-fp8", action="store_true", help="GPU: FP8 prefill alone")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import sparkinfer
+from sparkinfer.arguments import seed
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.settings import Settings, default_text, flag_name, resolve
 from sparkinfer.settings_check import env_name
@@ -31,7 +32,7 @@ def _serve_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="arithmetic; auto: the checkpoint's own")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default %(default)s)")
     parser.add_argument(
-        "--seed", type=int, default=0, help="source of the seeds of requests without one, and of dummy weights"
+        "--seed", type=seed, default=0, help="source of the seeds of requests without one, and of dummy weights"
     )
     parser.add_argument(
         "--draft-model", metavar="FOLDER", help="drafter for speculative decoding (not in this release)"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sparkinfer.arguments import seed
 from sparkinfer.models.config import ModelConfig, load_config
 from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.model_runner import ModelRunner
@@ -187,5 +188,5 @@ def check(options: argparse.Namespace) -> tuple[str, list[CheckRow]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of `eval/pack_ckpt_check.py`; returns the exit code."""
     arguments_of = parser(CHECK, __doc__.splitlines()[0] if __doc__ else None)
-    arguments_of.add_argument("--seed", type=int, default=0, help="of the random prompts (default %(default)s)")
+    arguments_of.add_argument("--seed", type=seed, default=0, help="of the random prompts (default %(default)s)")
     return run(CHECK, arguments_of.parse_args(arguments), check)

@@ -153,12 +153,21 @@ def mixed_chunk(settings: Settings, config: ModelConfig) -> int:
 
 
 def backlog_chunk(settings: Settings, config: ModelConfig, device: str) -> int:
-    """Prompt tokens of a mixed step while prompts pile up; 0: no more than otherwise."""
+    """Prompt tokens of a mixed step while prompts pile up; 0: no more than otherwise.
+
+    Raises ConfigError for fewer than a mixed step has anyway.
+    """
     if settings.deterministic:
         return 0
-    if settings.backlog_chunk is not None:
-        return settings.backlog_chunk
-    most, usual = min(BACKLOG_CHUNK, settings.prefill_chunk), mixed_chunk(settings, config)
+    asked, usual = settings.backlog_chunk, mixed_chunk(settings, config)
+    if asked is not None:
+        if 0 < asked <= usual:
+            raise ConfigError(
+                f"SPARKINFER_BACKLOG_CHUNK={asked} is not above {usual}, which a mixed step of this model may carry "
+                f"anyway (SPARKINFER_MIXED_CHUNK): use 0 (off) or more than {usual}"
+            )
+        return asked
+    most = min(BACKLOG_CHUNK, settings.prefill_chunk)
     return most if torch.device(device).type == "cpu" and 0 < 2 * usual < most else 0
 
 

@@ -44,7 +44,8 @@ class ServerTokenizer:
             self._all_bytes = token_bytes_table(self.backend)
             self._text_bytes = [b"" if i in specials else data for i, data in enumerate(self._all_bytes)]
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
-        self._reserved = frozenset(inspect.signature(self._hf.apply_chat_template).parameters)
+        # Arguments of the rendering, and those that it passes on to the template itself.
+        self._reserved = frozenset({"self", "messages", *inspect.signature(self._hf.apply_chat_template).parameters})
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
     @property

@@ -364,6 +364,13 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
         "stream_options.include_usge",
     ),
     ("chat", {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "tokenize", "chat_template_kwargs"),
+    (
+        "chat",
+        {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}},
+        "cannot set messages",
+        "chat_template_kwargs",
+    ),
+    ("chat", {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, "cannot set self", "chat_template_kwargs"),
     ("text", {}, "prompt", "prompt"),
     ("text", {"prompt": ""}, "no tokens", "prompt"),
     ("text", {"prompt": []}, "not empty", "prompt"),

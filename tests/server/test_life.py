@@ -22,6 +22,8 @@ from sparkinfer.cli import main
 from sparkinfer.errors import EnvironmentProblem
 from sparkinfer.server.serve import take_port
 
+MODEL_S = (("--max-model-len",), ("--backlog-chunk",))
+"""Settings that only the model can show to be wrong."""
 SLOW = '{"step_s": 0.05}'
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "ignore_eos": True, "stream": True}
 
@@ -150,6 +152,8 @@ def test_port_in_use_is_said_before_loading(model_dir: Path) -> None:
         (("--draft-model", "x"), {}, "not in this release"),
         (("--port", "70000"), {}, "65535"),
         (("--max-model-len", "4096"), {}, "2048"),
+        (("--backlog-chunk", "512"), {}, "SPARKINFER_BACKLOG_CHUNK=512 is not above 1024"),
+        (("--seed", str(1 << 63)), {}, "does not fit in 64 bits"),
         (("--device", "tpu"), {}, "tpu"),
         (("--device", "cpu\udcff"), {}, "--device: 'cpu\\udcff' is not UTF-8"),
         ((), {"SPARKINFER_SERVED_MODEL_NAME": "m\udcff"}, "SPARKINFER_SERVED_MODEL_NAME: 'm\\udcff' is not UTF-8"),
@@ -165,7 +169,7 @@ def test_contradictions_are_refused(
     assert words in result.stderr
     assert "Traceback" not in result.stderr
     # What the model has no part in is said before it is loaded.
-    assert ("listening" in result.stdout) == (flags[:1] == ("--max-model-len",) or flags == ("--device", "tpu"))
+    assert ("listening" in result.stdout) == (flags[:1] in MODEL_S or flags == ("--device", "tpu"))
 
 
 def test_killed_engine_ends_streams_and_server(model_dir: Path, tmp_path: Path) -> None:
