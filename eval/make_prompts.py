@@ -37,8 +37,12 @@ def main() -> int:
         document = load_cells(options.cells)
         try:
             overrides = json.loads(options.overrides)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--overrides is not JSON: {error}") from error
+        if not isinstance(overrides, dict):
+            raise ConfigError(f"--overrides {options.overrides}: give a JSON object of keys of the scale")
+        if options.block < 1:
+            raise ConfigError(f"--block {options.block}: blocks are counted from 1")
         cells = resolve_cells(document, options.scale, overrides)
         unknown = [name for name in options.cell or [] if name not in cells]
         if unknown:

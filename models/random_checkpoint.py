@@ -30,7 +30,7 @@ def main() -> int:
         "--shard-mib", type=int, default=SHARD_BYTES >> 20, help="of a file at most (default %(default)s)"
     )
     options = parser.parse_args()
-    if min(options.layers or 1, options.threads or 1, options.shard_mib) < 1:
+    if min(n for n in (options.layers, options.threads, options.shard_mib) if n is not None) < 1:
         parser.error("--layers, --threads and --shard-mib must be at least 1")
     config = shape_config(options.shape, options.layers)
     start = time.perf_counter()

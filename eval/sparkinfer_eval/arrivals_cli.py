@@ -15,25 +15,22 @@ from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_file, write_text
 
 from . import gates
-from .arrival_plan import poisson_plan
+from .arrival_plan import Arrival, poisson_plan
 from .arrivals import all_failed, figures, measure, rate_gate, render, send_all, served_model
 from .corpus import paragraphs, read_text
 from .prompts import read_prompts
 from .run_cell import add_cell_options, add_target_options, cell_from, end_on_sigterm, target_from
+from .server_probe import require_url
 
 RATE_LIMIT = 0.02
 
 
 def own_rows(rate: float, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows for use alone: corpus text of about the asked length (no tokenizer at hand), the plan from the seed."""
-    seed = f"{options.seed}/{rate}"
-    rng = random.Random(f"texts/{seed}")
+    rng = random.Random(f"texts/{options.seed}/{rate}")
     blocks = [block for block in paragraphs(read_text("english.txt")) if block[0].isalnum()]
-    plan = poisson_plan(
-        options.requests, rate, options.short_share, options.short_tokens, tuple(options.long_tokens), seed
-    )
     rows: list[dict[str, Any]] = []
-    for index, arrival in enumerate([None, None, *plan]):
+    for index, arrival in enumerate([None, None, *plan(rate, options)]):
         text = ""
         while len(text) < 4 * options.prompt_tokens:
             text += ("\n\n" if text else "") + rng.choice(blocks)
@@ -49,19 +46,23 @@ def own_rows(rate: float, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def plan(rate: float, options: argparse.Namespace) -> list[Arrival]:
+    """The arrivals of one rate. Raises ConfigError on impossible numbers."""
+    return poisson_plan(
+        options.requests, rate, options.short_share, options.short_tokens, tuple(options.long_tokens),
+        f"{options.seed}/{rate}",
+    )  # fmt: skip
+
+
 def check_load(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a load that cannot be sent."""
-    for name in ("requests", "prompt_tokens", "short_tokens"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
-    low, high = options.long_tokens
-    if not 1 <= low <= high:
-        raise ConfigError(f"--long-tokens {low} {high}: give LOW HIGH, at least 1 token and in this order")
+    """Raise ConfigError for a load that cannot be sent, at whichever rate, before any is."""
     for rate in options.rate:
-        if not 0 < rate < math.inf:
-            raise ConfigError(f"--rate {rate:g}: must be above 0 and finite")
-    if not 0 <= options.short_share <= 1:
-        raise ConfigError(f"--short-share {options.short_share:g}: must lie between 0 and 1")
+        plan(rate, options)
+    if options.prompt_tokens < 1:
+        raise ConfigError(f"--prompt-tokens {options.prompt_tokens}: must be at least 1")
+    for name in ("temperature", "top_p"):
+        if not math.isfinite(getattr(options, name)):
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be a finite number")
     if not 0 < options.timeout < math.inf:
         raise ConfigError(f"--timeout {options.timeout:g}: must be above 0 seconds and finite")
 
@@ -146,6 +147,7 @@ def main(root: Path, arguments: list[str] | None = None) -> int:
     options = build_parser(root).parse_args(arguments)
     end_on_sigterm()
     try:
+        require_url(options.url)
         if options.json is not None:
             require_file(options.json, "--json")
         found = run_alone(options) if options.out is None else run_as_cell(options, root)

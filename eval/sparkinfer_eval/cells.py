@@ -176,7 +176,7 @@ def load_cells(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} does not exist: name the cells file (config/cells.yaml)") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name the cells file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     document = _text_keys(document)
     _validate(document, DOCUMENT_SCHEMA, str(path))

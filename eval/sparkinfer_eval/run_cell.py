@@ -17,6 +17,7 @@ from .cells import Cell, load_cells, resolve_cells
 from .prompts import read_prompts
 from .records import Record, read_records
 from .result_folder import Target
+from .server_probe import require_url
 
 
 def add_target_options(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -102,6 +103,7 @@ def main(root: Path, arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     end_on_sigterm()
     try:
+        require_url(options.url)
         load = Load(
             url=options.url,
             served_name=options.served_name or options.model_name,

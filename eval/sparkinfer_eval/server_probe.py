@@ -6,11 +6,21 @@ import re
 
 import httpx
 
-from sparkinfer.errors import EnvironmentProblem
+from sparkinfer.errors import ConfigError, EnvironmentProblem
 
 # Prompt tokens taken from the prefix cache: vLLM's counter and ours.
 HIT_COUNTERS = ("vllm:prefix_cache_hits_total", "sparkinfer_prefix_hits_tokens_total")
 RESET_PATH = "/v1/cache/reset"
+
+
+def require_url(url: str) -> None:
+    """Raise ConfigError for what is no address of a server."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url!r} is no URL ({error}): give http://HOST:PORT") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"{url!r} is no URL of a server: give http://HOST:PORT")
 
 
 def _client(url: str, timeout_s: float) -> httpx.Client:

@@ -110,10 +110,11 @@ def test_numbers_that_cannot_be_measured(tmp_path: Path, capsys: pytest.CaptureF
         (sparkinfer, ["bench", "absent", "--threads", "0"], "--threads 0"),
         (sparkinfer, ["profile", "absent", "--context", "0"], "--context 0"),
         (sparkinfer, ["profile", "absent", "--decode", "4", "0"], "--decode 0"),
-        (_arrivals, [*url, "--rate", "nan"], "--rate nan"),
-        (_arrivals, [*url, "--requests", "0"], "--requests 0"),
-        (_arrivals, [*url, "--long-tokens", "9", "8"], "--long-tokens 9 8"),
-        (_arrivals, [*url, "--short-share", "2"], "--short-share 2"),
+        (_arrivals, [*url, "--rate", "1", "nan"], "a finite rate above 0"),
+        (_arrivals, [*url, "--requests", "0"], "2 requests or more"),
+        (_arrivals, [*url, "--long-tokens", "9", "8"], "the range in order"),
+        (_arrivals, [*url, "--prompt-tokens", "0"], "--prompt-tokens 0"),
+        (_arrivals, [*url, "--timeout", "nan"], "--timeout nan"),
     ]
     for program, arguments, words in cases:
         assert program(arguments) == 2, arguments

@@ -182,6 +182,13 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
     specs = [parse_spec(options.engine_a)] + ([parse_spec(options.engine_b)] if options.engine_b else [])
     if len(specs) == 1 and options.record is None:
         raise ConfigError("give ENGINE_B to compare with, or --record F to keep ENGINE_A's scores")
+    limits = Limits(**{field.name: getattr(options, field.name) for field in fields(Limits)})
+    for name, limit in asdict(limits).items():
+        if not math.isfinite(limit):
+            raise ConfigError(f"--{name.replace('_', '-')} {limit}: a limit is a finite number")
+    for name in ("limit", "answer_tokens"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0")
     folder: Path | None = options.model or next((spec.folder for spec in specs if spec.folder), None)
     context = options.context + options.answer_tokens
     names: list[tuple[Spec, str | None]] = list(zip(specs, (options.model_a, options.model_b), strict=False))
@@ -197,7 +204,6 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
             f"{CHECK}: scores of {len(task.windows)} windows and {len(task.prompts)} answers kept in {options.record}"
         )
         return PASS
-    limits = Limits(**{field.name: getattr(options, field.name) for field in fields(Limits)})
     b = others[0]
     found = figures(a, b, task, limits.gap)
     judged = rows(found, limits)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from sparkinfer.errors import ConfigError
 from sparkinfer.identity import model_digest
+from sparkinfer_eval.server_probe import require_url
 
 from .held_out import Task
 from .scores import Scores, read_scores
@@ -62,6 +63,7 @@ class Scorer(Protocol):
 def parse_spec(text: str) -> Spec:
     """Read an engine's name. Raises ConfigError for one that is not understood."""
     if text.startswith(("http://", "https://")):
+        require_url(text)
         return Spec("server", text.rstrip("/").removesuffix("/v1"))
     kind, separator, rest = text.partition(":")
     if not separator:

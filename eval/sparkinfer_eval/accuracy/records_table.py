@@ -43,7 +43,9 @@ def read_documents(folder: Path) -> dict[str, dict[str, Any]]:
             document = json.loads(path.read_text(encoding="utf-8"))
             if document["check"] != CHECK:
                 raise KeyError(f"check is {document['check']!r}")
-        except (ValueError, KeyError, TypeError) as error:
+            # What the page takes from it, so that a document that lacks something is named.
+            line(document), provenance(path.name, document)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} was not written by accuracy.py --json ({error}): take it away") from error
         found[path.name] = document
     if not found:

@@ -100,5 +100,5 @@ def read_scores(path: Path) -> tuple[Task, Scores]:
         return Task(**document["task"]), scores
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist: write it with --record") from error
-    except (lzma.LZMAError, ValueError, KeyError, TypeError) as error:
+    except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is not a record of scores ({error}): write it again with --record") from error

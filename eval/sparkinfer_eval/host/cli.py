@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from sparkinfer.errors import SparkinferError
+from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_folder
 from sparkinfer_eval.host import servers
 from sparkinfer_eval.host.site import Host, install_wheels, load_caches, program, save_caches, unpack
@@ -83,6 +83,9 @@ def _programs(host: Host, options: argparse.Namespace) -> int:
         report = str(logs / f"{options.phase}-{model.name}.json")
         arguments = ["-m", "sparkinfer.cli", options.phase, str(model), "--device", "cuda", "--json", report, *rest]
         return program(host, options.phase, arguments, logs / f"{options.phase}-{model.name}.log", options.timeout)
+    unknown = [name for name in options.only.split(",") if name not in CHECKS]
+    if unknown:
+        raise ConfigError(f"--only {','.join(unknown)}: no such check; there are {', '.join(CHECKS)}")
     codes = []
     for name in options.only.split(","):
         report = str(logs / f"{name}-{model.name}.json")
@@ -100,6 +103,8 @@ def _run(host: Host, options: argparse.Namespace) -> int:
                 if parts is not None:
                     unpack(parts, target)
         case "checkpoint":
+            if options.layers is not None and options.layers < 1:
+                raise ConfigError(f"--layers {options.layers}: keep at least 1 layer")
             name = f"{options.shape}-{options.format}" + (f"-l{options.layers}" if options.layers else "")
             more = ["--layers", str(options.layers)] if options.layers else []
             arguments = ["models/random_checkpoint.py", str(host.work / "models" / name), "--shape", options.shape]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
 import tarfile
 import tempfile
@@ -114,13 +115,19 @@ def _files(folder: Path) -> Iterator[Path]:
 def bring_in(root: Path, archive: Path, results: Path) -> Path:
     """Unpack an archive of `pack` as `results/<run>`, with the commit that this checkout proves it was measured from.
 
-    Raises ConfigError when the run is there already, a result does not fit its cell, or the engine that was measured
-    is not the one of this checkout.
+    Raises ConfigError when it is no such archive, the run is there already, a result does not fit its cell, or the
+    engine that was measured is not the one of this checkout.
     """
     with tempfile.TemporaryDirectory(dir=_made(results)) as name:
-        with tarfile.open(archive, "r:xz") as packed:
-            packed.extractall(name, filter="data")
-        (folder,) = Path(name).iterdir()
+        try:
+            with tarfile.open(archive, "r:xz") as packed:
+                packed.extractall(name, filter="data")
+        except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
+            raise ConfigError(f"{archive} cannot be unpacked ({error}): name an archive of `collect`") from error
+        folders = list(Path(name).iterdir())
+        if len(folders) != 1:
+            raise ConfigError(f"{archive} holds {len(folders)} folders, not one run: name an archive of `collect`")
+        (folder,) = folders
         target = results / folder.name
         if target.exists():
             raise ConfigError(f"{target} exists already: remove it to bring it in again")

@@ -58,7 +58,9 @@ def read_declaration(path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist: it declares what was run") from error
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name the file that declares the run") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold one object with the fields {', '.join(DECLARED)}")
@@ -99,7 +101,7 @@ def read_run_info(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist: write it with eval/run_info.py") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}): write it again with eval/run_info.py") from error
     validate(data, "run-v1", str(path))
     return data

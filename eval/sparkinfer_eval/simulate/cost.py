@@ -288,5 +288,5 @@ def load(path: Path) -> Costs:
             dict(document["scatter"]),
             document["open_host_weights"],
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is not a cost model ({error}): make one with eval/simulate.py --save") from error

@@ -101,7 +101,7 @@ def read_trace(path: Path) -> Trace:
                 if not steps or wall - steps[-1].end_s >= PAUSE_S:
                     line["rested"] = 1
                 steps.append(Step(wall, line["s"], line))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if number == len(lines):
                 break  # The last line of a server that was killed may be cut.
             raise ConfigError(f"{path}:{number}: not a line of a step trace ({error})") from error

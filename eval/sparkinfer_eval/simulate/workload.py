@@ -106,7 +106,7 @@ def read_requests(path: Path, concurrency: int) -> Workload:
     for number, text in enumerate(lines, 1):
         try:
             shape = Shape(**json.loads(text))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: not a request ({error}); see docs/simulator.md") from error
         if not _fits(shape):
             raise ConfigError(
