@@ -58,12 +58,16 @@ def require_folder(folder: Path, name: str) -> None:
 
 def require_appendable(path: Path, name: str) -> None:
     """Raise ConfigError when `path` is no file that can be continued, or begun. Leaves nothing."""
-    if not path.exists():
-        require_file(path, name)
-    elif path.is_dir():
-        raise ConfigError(f"{name} {path} is a folder: name a file in it")
-    elif not os.access(path, os.W_OK):
-        raise ConfigError(f"{name} {path} cannot be written (Permission denied): name another file")
+    try:
+        if not path.exists():
+            require_file(path, name)
+        elif path.is_dir():
+            raise ConfigError(f"{name} {path} is a folder: name a file in it")
+        else:
+            # A pipe that nobody reads is refused here, where the writer would wait for a reader.
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
+    except OSError as error:
+        raise ConfigError(f"{name} {path} cannot be written ({error.strerror}): name another file") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -121,13 +121,32 @@ def test_numbers_that_cannot_be_measured(tmp_path: Path, capsys: pytest.CaptureF
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not hold for root")
-def test_folders_without_permission(tmp_path: Path) -> None:
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0o500)
-    for check in (require_file, require_folder, require_appendable):
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this process may not enter; root becomes nobody meanwhile, since nothing is closed to it."""
+    folder, user = tmp_path / "closed", os.geteuid()
+    folder.mkdir()
+    (folder / "there").write_text("kept")
+    folder.chmod(0o000)
+    if user == 0:
+        os.seteuid(65534)
+    yield folder
+    if user == 0:
+        os.seteuid(user)
+    folder.chmod(0o700)
+
+
+@pytest.mark.parametrize("check", [require_file, require_folder, require_appendable])
+def test_folders_without_permission(check: Callable[[Path, str], None], closed: Path) -> None:
+    for path in (closed / "there", closed / "new"):
         with pytest.raises(ConfigError, match="Permission denied"):
-            check(closed / "out", "--out")
+            check(path, "--out")
+
+
+def test_a_pipe_without_a_reader_is_no_file_to_continue(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        require_appendable(tmp_path / "pipe", "--trace")
 
 
 def test_what_can_be_written_is_let_through_and_left_alone(tmp_path: Path) -> None:
