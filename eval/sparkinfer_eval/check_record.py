@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import sparkinfer
-from sparkinfer.errors import SparkinferError
+from sparkinfer.errors import EnvironmentProblem, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer.models.config import load_config
 from sparkinfer.output import require_folder, write_text
@@ -42,10 +42,25 @@ def closest(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return max(below, key=lambda row: row["value"] / row["limit"], default=None)
 
 
-def run_check(check: str, model: Path, device: str, dtype: str) -> dict[str, Any]:
-    """One run: its exit code, seconds, and what its rows say.
+def own_engine() -> str:
+    """Digest of the engine that runs here.
 
-    Raises SparkinferError when it ended without rows: bad input or a machine that cannot do it.
+    Raises EnvironmentProblem when it is not the one beside this program, whose commit the record names: an installed
+    package can be another checkout's.
+    """
+    found = Path(sparkinfer.__file__).resolve().parent
+    if found != PROGRAMS.parent / "sparkinfer":
+        raise EnvironmentProblem(
+            f"the engine that would be checked is {found}, not this checkout's: make its environment with "
+            f"`make setup`, or set PYTHONPATH={PROGRAMS.parent}"
+        )
+    return engine_digest()
+
+
+def run_check(check: str, model: Path, device: str, dtype: str, engine: str) -> dict[str, Any]:
+    """One run of the engine with digest `engine`: its exit code, seconds, and what its rows say.
+
+    Raises SparkinferError when it ended without rows (bad input or a machine that cannot do it) or ran another engine.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
@@ -58,6 +73,10 @@ def run_check(check: str, model: Path, device: str, dtype: str) -> dict[str, Any
         if done.returncode not in (PASS, DIFFERENCE, NOT_APPLICABLE) or not path.is_file():
             raise SparkinferError(f"{check} on {model.name} in {dtype} ended with {done.returncode}:\n{done.stderr}")
         found = json.loads(path.read_text(encoding="utf-8"))
+    if found["engine_digest"] != engine:
+        raise EnvironmentProblem(
+            f"{check} ran the engine {found['engine_digest']}, not {engine}: was the source changed meanwhile?"
+        )
     rows = found["rows"]
     return {
         "check": check,
@@ -132,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "source": source_facts(PROGRAMS.parent),
             "versions": {"sparkinfer": sparkinfer.__version__, "python": platform.python_version(),
                          "torch": str(torch.__version__)},
-            "engine_digest": engine_digest(),
+            "engine_digest": own_engine(),
             "device": options.device,
             "weights": options.weights,
             "runs": [],
@@ -140,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for model in options.models:
             for dtype in options.dtypes:
                 for check in options.checks:
-                    done = run_check(check, model, options.device, dtype)
+                    done = run_check(check, model, options.device, dtype, record["engine_digest"])
                     record["runs"].append(done)
                     print(f"{check} {model.name} {dtype}: exit {done['exit']}, {done['rows']} rows", flush=True)
         write(options.out, record)

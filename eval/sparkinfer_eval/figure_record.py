@@ -10,9 +10,10 @@ from typing import Any
 from sparkinfer.errors import ConfigError
 from sparkinfer.output import write_text
 
+from .figure import EQUIVALENCE, MISSED
 from .mixing_pairs import CONFIDENCE
 
-SCHEMA = "sparkinfer/scheduling-figures/v2"
+SCHEMA = "sparkinfer/scheduling-figures/v3"
 ORIGIN = ("date", "command", "busy_cpus_before", "source", "engine_digest")
 """What may differ from figure to figure."""
 
@@ -102,20 +103,21 @@ def markdown(record: dict[str, Any]) -> str:
         "```",
         "",
         *kept,
-        "| part | figure | value | goal | reached | note |",
+        "| part | figure | value | goal | verdict | note |",
         "|---|---|---:|---:|---|---|",
     ]
     for figure in record["figures"]:
         goal = "" if figure["goal"] is None else f"{'<=' if figure['better'] == 'below' else '>='} {figure['goal']:g}"
-        reached = {True: "yes", False: "**no**", None: ""}[figure["reached"]]
+        verdict = f"**{MISSED}**" if figure["verdict"] == MISSED else figure["verdict"] or ""
         number = f"{figure['value']:.3g}" if figure["unit"] == "x" else f"{figure['value']:.1f}"
         value = f"{number} {figure['unit']}"
-        lines.append(f"| {figure['part']} | {figure['name']} | {value} | {goal} | {reached} | {figure['note']} |")
+        lines.append(f"| {figure['part']} | {figure['name']} | {value} | {goal} | {verdict} | {figure['note']} |")
     lines += [
         "",
-        "Mixing: each pair has two servers of its own. Throughput counts as lost when the whole interval of the median "
-        f"ratio ({CONFIDENCE:.0%}, order statistics) lies below 1, the time to the first token as lowered when all of "
-        "it does.",
+        f"Mixing: each pair has two servers of its own; intervals are of the median ratio ({CONFIDENCE:.0%}, "
+        "order statistics). Throughput: missed (lost) when the whole interval lies below 1, reached when it lies "
+        f"above {1 - EQUIVALENCE:g} (no loss of {EQUIVALENCE:.0%} or more), undecided otherwise. TTFT: reached when "
+        "the whole interval lies below 1.",
     ]
     return "\n".join(lines) + "\n"
 

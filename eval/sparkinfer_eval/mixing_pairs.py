@@ -194,7 +194,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def figures_of(cell: Cell, measured: Measured, rounds: int = 1) -> list[Figure]:
-    """Medians of the ratios by pair, judged by the upper ends of their intervals."""
+    """Medians of the ratios by pair, with their intervals."""
     assert cell.concurrency is not None
     pairs = list(zip(measured["on"], measured["off"], strict=True))
     medians = {name: [statistics.median(v[i] for v in values) for i in (0, 1)] for name, values in measured.items()}
@@ -208,7 +208,6 @@ def figures_of(cell: Cell, measured: Measured, rounds: int = 1) -> list[Figure]:
             f"{min(ratios):.3f}..{max(ratios):.3f}; on {medians['on'][i]:.0f}, off {medians['off'][i]:.0f} {unit}"
         )
         goal = 1.0 if better == "above" or cell.concurrency >= LOWER_TTFT_FROM else None
-        found.append(
-            Figure("mixing", f"{cell.id}: {what}, on / off", statistics.median(ratios), "x", goal, better, note, high)
-        )
+        name, middle_ratio = f"{cell.id}: {what}, on / off", statistics.median(ratios)
+        found.append(Figure("mixing", name, middle_ratio, "x", goal, better, note, (low, high)))
     return found

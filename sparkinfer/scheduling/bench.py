@@ -1,10 +1,10 @@
 """What scheduling costs per step: `python -m sparkinfer.scheduling.bench`.
 
 A closed loop of chat requests (1024-token prompts, 256 output tokens by default) through the real scheduler with
-prefix cache and checkpoints on; the "model" answers at once, so only `schedule` and `commit` are timed. As in a server,
-the hashes of a prompt come along with it: the process that tokenises has computed them. Times are
-microseconds per step: CPU time of the thread for the means, which other load on the machine disturbs less, and
-wall-clock time for the percentiles.
+prefix cache and checkpoints on; the "model" answers at once, so only `schedule`, `commit` and the `add` of the
+requests that arrive in a step are timed. As in a server, the hashes of a prompt come along with it: the process that
+tokenises has computed them, and `hashing` says what that costs there. Times are microseconds per step: CPU time of
+the thread for the means, which other load on the machine disturbs less, and wall-clock time for the percentiles.
 """
 
 from __future__ import annotations
@@ -64,16 +64,21 @@ class ClosedLoop:
             # The first wave ends at different times, so that later arrivals spread over the steps.
             self._add(self._rng.randrange(1, output + 1))
 
-    def _add(self, output: int) -> None:
+    def _add(self, output: int) -> tuple[float, float]:
+        """CPU and wall-clock seconds that the scheduler took for a new request."""
         self._serial += 1
         tokens = [self._rng.randrange(VOCAB) for _ in range(self._prompt)]
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         # The server's process has the hashes computed.
         hashes = prompt_hashes(tokens, "")
-        self.scheduler.add(Request(f"r{self._serial}", tokens, params, frozenset({1, 2}), prompt_hashes=hashes))
+        request = Request(f"r{self._serial}", tokens, params, frozenset({1, 2}), prompt_hashes=hashes)
+        cpu, start = time.thread_time(), time.perf_counter()
+        self.scheduler.add(request)
+        wall = time.perf_counter() - start
+        return time.thread_time() - cpu, wall
 
     def step(self) -> tuple[float, float, StepPlan]:
-        """One step; returns the CPU and wall-clock microseconds spent in schedule and commit, and the plan."""
+        """One step; returns the CPU and wall-clock microseconds spent in schedule, commit and add, and the plan."""
         cpu_start, start = time.thread_time(), time.perf_counter()
         plan = self.scheduler.schedule()
         middle, cpu_middle = time.perf_counter(), time.thread_time()
@@ -83,11 +88,22 @@ class ClosedLoop:
         cpu_resumed, resumed = time.thread_time(), time.perf_counter()
         updates = self.scheduler.commit(plan, result)
         end, cpu_end = time.perf_counter(), time.thread_time()
+        cpu = (cpu_middle - cpu_start) + (cpu_end - cpu_resumed)
+        wall = (middle - start) + (end - resumed)
         for update in updates:
             if update.finish_reason is not None:
-                self._add(self._output)
-        cpu = (cpu_middle - cpu_start) + (cpu_end - cpu_resumed)
-        return cpu * 1e6, ((middle - start) + (end - resumed)) * 1e6, plan
+                added = self._add(self._output)
+                cpu, wall = cpu + added[0], wall + added[1]
+        return cpu * 1e6, wall * 1e6, plan
+
+
+def hashing(prompt: int = 1024, repeats: int = 1000) -> float:
+    """CPU microseconds that the hashes of one prompt take, in the process that tokenises."""
+    tokens = random.Random(0).choices(range(VOCAB), k=prompt)
+    start = time.thread_time()
+    for _ in range(repeats):
+        prompt_hashes(tokens, "")
+    return (time.thread_time() - start) / repeats * 1e6
 
 
 def measure(requests: int, steps: int, prompt: int = 1024, output: int = 256) -> StepCost:

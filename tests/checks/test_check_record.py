@@ -40,4 +40,18 @@ def test_a_check_is_run_and_recorded(models: Path, tmp_path: Path) -> None:
 
 def test_a_run_without_rows_is_an_error(models: Path) -> None:
     with pytest.raises(SparkinferError, match="ended with 3"):
-        check_record.run_check("pack_ckpt_check", models / "dense", "cuda:99", "float32")
+        check_record.run_check("pack_ckpt_check", models / "dense", "cuda:99", "float32", "sha256:aa")
+
+
+def test_a_record_of_another_engine_is_refused(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "record"
+    arguments = [str(models / "dense"), "--checks", "pack_ckpt_check", "--dtypes", "float32", "--out", str(out)]
+    monkeypatch.setattr(check_record, "engine_digest", lambda: "sha256:aa")
+    assert check_record.main(arguments) == 3
+    assert "not sha256:aa: was the source changed meanwhile?" in capsys.readouterr().err
+    monkeypatch.setattr(check_record.sparkinfer, "__file__", str(tmp_path / "sparkinfer" / "__init__.py"))
+    assert check_record.main(arguments) == 3
+    assert "not this checkout's" in capsys.readouterr().err
+    assert not out.exists()
