@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import SparkinferError
 from sparkinfer_containers import attest, figures, loopback, ship
 from sparkinfer_containers.errors import UsageProblem
@@ -383,6 +384,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ends_with_its_reader
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = _parser().parse_args(argv)
