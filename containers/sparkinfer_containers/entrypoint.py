@@ -97,6 +97,7 @@ def fetch_model(name: str, revision: str, models: Path) -> Path:
     marker = target / ".complete"
     if marker.is_file():
         return target
+    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -105,7 +106,7 @@ def fetch_model(name: str, revision: str, models: Path) -> Path:
         marker.touch()
     except HFValidationError as error:
         raise ConfigError(f"{name} is no name of a hub model (OWNER/NAME): {error}") from error
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
         raise EnvironmentProblem(
             f"{name} at {revision} could not be fetched into {models} ({error}): check the network and that the volume "
             "is writable for the container's user, or mount the model"

@@ -19,7 +19,7 @@ from sparkinfer_containers import entrypoint, health
 from sparkinfer_containers.image import settings
 from sparkinfer_containers.image.build import config, oci_annotations
 
-from sparkinfer.errors import ConfigError
+from sparkinfer.errors import ConfigError, EnvironmentProblem
 
 ROOT = Path(__file__).parents[2]
 PRESETS = {
@@ -148,6 +148,19 @@ def test_bad_model_ends_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch, 
 def test_name_that_only_the_hub_s_client_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no name of a hub model"):
         entrypoint.fetch_model("../x", "1" * 40, tmp_path)
+
+
+def test_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's own errors of the network are neither the hub's nor the system's."""
+    import httpx
+    import huggingface_hub
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(EnvironmentProblem, match=r"could not be fetched .*check the network"):
+        entrypoint.fetch_model("a/b", "1" * 40, tmp_path)
 
 
 def test_fetched_model_is_not_fetched_again(tmp_path: Path) -> None:
