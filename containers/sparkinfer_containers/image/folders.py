@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sparkinfer_containers.errors import UsageProblem
+from sparkinfer_containers.inputs import writable_folder
 
 DIGEST_FILE = "digest"
 UNPACKED = {"root", "config.json", DIGEST_FILE}
@@ -35,14 +36,21 @@ def require_ours(folder: Path, marker: str, content: re.Pattern[bytes], known: C
         )
 
 
+def require_unpackable(target: Path) -> None:
+    """Raises UsageProblem unless an image can be unpacked at `target`: absent, empty or an unpacked image."""
+    target = target.resolve()
+    require_ours(target, DIGEST_FILE, _DIGEST, UNPACKED)
+    writable_folder(target.parent, "output: the folder")
+
+
 @contextmanager
 def replaced(target: Path) -> Iterator[Path]:
     """A new folder beside `target` that takes its place when the block ends well, and vanishes when it does not.
 
     Raises UsageProblem, before anything is made, unless `target` is absent, empty, or an unpacked image.
     """
+    require_unpackable(target)
     target = target.resolve()
-    require_ours(target, DIGEST_FILE, _DIGEST, UNPACKED)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     temporary.mkdir(parents=True)

@@ -186,7 +186,7 @@ def verify_report(
         report = numbers.load(folder)
         digest, source = subject_of(report)
     except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DigestProblem(f"{folder / 'report.json'} is damaged: {error}") from error
+        raise DigestProblem(f"{folder / 'report.json'} is damaged: {' '.join(str(error).split())}") from error
     found = _read_bundles(folder, digest, verifier)
     wanted = EVALUATION_SOURCE if source else EVALUATION
     evaluations = [item for item in found if item.predicate_type == wanted and item.predicate["run"] == report["run"]]
