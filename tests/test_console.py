@@ -94,3 +94,19 @@ def test_every_program_ends_with_its_reader(path: Path) -> None:
     found = _main_of(path)
     assert found is not None, f"{path.name} has no main"
     assert [ast.unparse(item) for item in found.decorator_list] == ["ends_with_its_reader"]
+
+
+def test_a_check_writes_its_document_before_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparkinfer_eval import check_program
+
+    written = []
+
+    def leave(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(check_program, "write_json", lambda *given: written.append(given))
+    monkeypatch.setattr(check_program, "table", leave)
+    options = check_program.parser("x", "x").parse_args([str(tmp_path), "--json", str(tmp_path / "x.json")])
+    with pytest.raises(BrokenPipeError):
+        check_program.run("x", options, lambda _: ("float32", []))
+    assert written

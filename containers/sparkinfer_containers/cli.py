@@ -19,6 +19,7 @@ from typing import Any
 
 from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import EnvironmentProblem, SparkinferError
+from sparkinfer.output import require_appendable, require_file, require_folder
 from sparkinfer_containers import attest, figures, inputs, loopback, ship
 from sparkinfer_containers.errors import SignatureProblem, UsageProblem
 from sparkinfer_containers.image import build, daemon, debs, rebuild, settings, wheels
@@ -41,16 +42,16 @@ NOT_PASSED = ("HF_HOME", "SPARKINFER_IMAGE_DIGEST")
 
 
 def _caches(args: argparse.Namespace) -> build.Caches:
-    inputs.writable_folder(args.deb_cache, "--deb-cache")
-    inputs.writable_folder(args.wheel_cache, "--wheel-cache")
+    require_folder(args.deb_cache, "--deb-cache")
+    require_folder(args.wheel_cache, "--wheel-cache")
     return build.Caches(args.deb_cache.absolute(), args.wheel_cache.absolute())
 
 
 def _build(args: argparse.Namespace) -> int:
     recipe = settings.load(args.repository, args.variant, args.name)
-    inputs.writable_folder(args.output.parent, "--output: the folder")
+    require_folder(args.output.parent, "--output: the folder")
     if args.scratch:
-        inputs.writable_folder(args.scratch, "--scratch")
+        require_folder(args.scratch, "--scratch")
     caches = _caches(args)
     start = time.monotonic()
     record = build.build(recipe, args.repository.absolute(), args.output, caches, args.scratch, args.revision)
@@ -67,7 +68,7 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _relock(args: argparse.Namespace) -> int:
-    inputs.writable_folder(args.deb_cache, "--deb-cache")
+    require_folder(args.deb_cache, "--deb-cache")
     for variant in args.variants:
         recipe = settings.load(args.repository, variant)
         wheels.write_lock(wheels.relock(recipe, args.repository), recipe.python_lock, f"of the {variant} image")
@@ -82,9 +83,9 @@ def _rebuild_check(args: argparse.Namespace) -> int:
     digest = Layout(args.image / "layout").image().digest
     inputs.image_record(args.image, "commit", "variant", "name")
     if args.record:
-        inputs.writable_file(args.record, "--record")
+        require_file(args.record, "--record", make_folder=True)
     scratch = args.scratch or args.image.parent
-    inputs.writable_folder(scratch, "--scratch")
+    require_folder(scratch, "--scratch")
     caches = _caches(args)
     start = time.monotonic()
     found = rebuild.rebuild(args.image, args.repository.absolute(), caches, scratch)
@@ -179,8 +180,8 @@ def _figures(args: argparse.Namespace) -> int:
     recipe = settings.load(args.repository, args.variant)
     if args.model:
         inputs.folder_given(args.model, "--model")
-    inputs.writable_folder(args.output, "--output")
-    inputs.writable_folder(args.scratch, "--scratch")
+    require_folder(args.output, "--output")
+    require_folder(args.scratch, "--scratch")
 
     def sign_image(folder: Path) -> None:
         record = inputs.image_record(folder, "reference", "digest")
@@ -255,7 +256,7 @@ def _run(args: argparse.Namespace) -> int:
     require_image(args.unpacked)
     if args.models:
         inputs.folder_given(args.models, "--models")
-    inputs.appendable_file(log, "--log")
+    require_appendable(log, "--log")
     with start(args.unpacked, log, environment=given, models=args.models, arguments=args.arguments) as container:
         return _forward_signals(container)
 
@@ -270,7 +271,7 @@ def _serve(args: argparse.Namespace) -> int:
     trace, writable = passed.get("SPARKINFER_STEP_TRACE"), None
     if trace:
         writable = Path(trace).resolve().parent
-        inputs.writable_folder(writable, "SPARKINFER_STEP_TRACE: the folder")
+        require_folder(writable, "SPARKINFER_STEP_TRACE: the folder")
         passed["SPARKINFER_STEP_TRACE"] = f"{SHARED}/{Path(trace).name}"
     with start(
         args.unpacked, Path("/dev/stderr"), environment=passed, models=model.parent, writable=writable,
@@ -287,7 +288,7 @@ def _forward_signals(container: Container | daemon.Daemon) -> int:
 
 def _ship(args: argparse.Namespace) -> int:
     inputs.folder_given(args.model, "--model")
-    inputs.writable_file(args.record, "--record")
+    require_file(args.record, "--record", make_folder=True)
     _write_record(
         args.record, ship.ship(args.image, args.model, args.work, args.trusted_root, args.evaluated, args.device)
     )

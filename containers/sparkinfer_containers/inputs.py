@@ -1,4 +1,4 @@
-"""What a command was given, checked before any work: the places it writes to, and the records that it reads.
+"""What a command was given to read, checked before any work (places to write to: sparkinfer.output).
 
 Everything here raises UsageProblem, one line that names the argument and says what to do.
 """
@@ -6,39 +6,11 @@ Everything here raises UsageProblem, one line that names the argument and says w
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sparkinfer_containers.errors import UsageProblem
-
-
-def writable_folder(folder: Path, option: str) -> None:
-    """Make `folder` unless it is there; a file must be possible in it (tried: root's rights are not in the mode)."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageProblem(
-            f"{option} {folder}: {error.strerror} ({error.filename}): name a folder to write to"
-        ) from error
-
-
-def writable_file(path: Path, option: str) -> None:
-    """A file can be written at `path`, new or in place of one."""
-    if path.exists() and not path.is_file():
-        raise UsageProblem(f"{option} {path} is not a regular file: name a file")
-    writable_folder(path.parent, option)
-
-
-def appendable_file(path: Path, option: str) -> None:
-    """Lines can be added to `path`, which may be a device like /dev/stderr."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise UsageProblem(f"{option} {path}: {error.strerror}: name a file to write to") from error
 
 
 def folder_given(folder: Path, option: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from sparkinfer.errors import EnvironmentProblem
-from sparkinfer_containers.inputs import writable_folder
+from sparkinfer.output import require_folder
 
 START_S = 15
 
@@ -39,13 +39,14 @@ http: {{addr: "127.0.0.1:{port}"}}
 def registry(storage: Path) -> Iterator[str]:
     """Serve `storage` until the block ends; yields `127.0.0.1:<port>`.
 
-    Raises UsageProblem when `storage` is no folder to write to, EnvironmentProblem when the program is not installed or
+    Raises ConfigError when `storage` is no folder to write to, EnvironmentProblem when the program is not installed or
     does not start.
     """
-    writable_folder(storage, "registry storage")
+    require_folder(storage, "registry storage")
     program = shutil.which("docker-registry")
     if program is None:
         raise EnvironmentProblem("docker-registry is not installed: apt-get install docker-registry")
+    storage.mkdir(parents=True, exist_ok=True)
     for _ in range(3):  # the port is free when asked for, but another process may take it before the registry does
         port = _free_port()
         config = storage / "config.yml"

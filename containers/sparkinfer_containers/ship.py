@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from sparkinfer.errors import EnvironmentProblem
+from sparkinfer.output import require_folder
 from sparkinfer_containers import inputs, loopback
 from sparkinfer_containers.errors import DigestProblem
 from sparkinfer_containers.image.daemon import Daemon, pull
@@ -145,7 +146,7 @@ def ship(
     trust_root(root)
     if not uses_daemon(device):
         need("bwrap")
-    inputs.writable_folder(work.parent, "--work: the folder")
+    require_folder(work.parent, "--work: the folder")
     working(work)
     with loopback.registry(work / "registry") as host:
         reference = Reference.parse(f"{host}/{record['name']}:{record['reference'].rsplit(':', 1)[1]}")

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sparkinfer.output import require_folder
 from sparkinfer_containers.errors import UsageProblem
-from sparkinfer_containers.inputs import writable_folder
 
 DIGEST_FILE = "digest"
 UNPACKED = {"root", "config.json", DIGEST_FILE}
@@ -37,10 +37,10 @@ def require_ours(folder: Path, marker: str, content: re.Pattern[bytes], known: C
 
 
 def require_unpackable(target: Path) -> None:
-    """Raises UsageProblem unless an image can be unpacked at `target`: absent, empty or an unpacked image."""
+    """Raises UsageProblem or ConfigError unless `target` is absent, empty or an unpacked image, and can be written."""
     target = target.resolve()
     require_ours(target, DIGEST_FILE, _DIGEST, UNPACKED)
-    writable_folder(target.parent, "output: the folder")
+    require_folder(target.parent, "output: the folder")
 
 
 @contextmanager
