@@ -17,9 +17,11 @@ from sparkinfer_eval.report.fragments import read_fragments
 from sparkinfer_eval.report.release import release
 from sparkinfer_eval.report.text import refuse_claims
 
+from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import SparkinferError
 
 
+@ends_with_its_reader
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description="Keep the root CHANGELOG.md.")

@@ -16,10 +16,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
 from sparkinfer_eval.cells import all_ids, load_cells, resolve_cells  # noqa: E402
 from sparkinfer_eval.prompts import ChatCounter, write_prompts  # noqa: E402
 
+from sparkinfer.console import ends_with_its_reader  # noqa: E402
 from sparkinfer.errors import ConfigError, SparkinferError  # noqa: E402
 from sparkinfer.output import require_folder  # noqa: E402
 
 
+@ends_with_its_reader
 def main() -> int:
     """Command line; exit 0 done, 2 bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

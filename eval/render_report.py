@@ -14,9 +14,11 @@ from pathlib import Path
 
 from sparkinfer_eval.report.writer import write_report
 
+from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import SparkinferError
 
 
+@ends_with_its_reader
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     root = Path(__file__).resolve().parent.parent

@@ -13,10 +13,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from sparkinfer_models.random_checkpoint import SHARD_BYTES, write_checkpoint  # noqa: E402
 from sparkinfer_models.real_shapes import SHAPES, shape_config  # noqa: E402
 
+from sparkinfer.console import ends_with_its_reader  # noqa: E402
 from sparkinfer.errors import SparkinferError  # noqa: E402
 from sparkinfer.quantization.schemes import Format  # noqa: E402
 
 
+@ends_with_its_reader
 def main() -> int:
     """Command line. Prints the bytes written and the seconds it took."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import sparkinfer
 from sparkinfer.arguments import seed
+from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.settings import Settings, default_text, flag_name, resolve
 from sparkinfer.settings_check import env_name
@@ -147,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line. Exit codes: 0 ok, 2 bad input, 3 the machine cannot do it, 130 interrupted, 1 anything else."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -9,11 +9,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sparkinfer.errors import ConfigError
 from sparkinfer.identity import file_sha256
-from sparkinfer_containers import checks
-from sparkinfer_containers.errors import SignatureProblem, UsageProblem
+from sparkinfer_containers import checks, inputs
+from sparkinfer_containers.errors import DigestProblem, SignatureProblem, UsageProblem
 from sparkinfer_containers.oci.layout import Layout
-from sparkinfer_containers.oci.model import BUNDLE, EMPTY, MANIFEST, Descriptor, referrer_manifest
+from sparkinfer_containers.oci.model import (
+    BUNDLE,
+    BUNDLE_LIMIT,
+    EMPTY,
+    MANIFEST,
+    Descriptor,
+    parse_object,
+    parts_of,
+    referrer_manifest,
+)
 from sparkinfer_containers.sign import encode, sign
 from sparkinfer_containers.statements import (
     EVALUATION,
@@ -34,10 +44,13 @@ def prompt_digests(raw_results: Path | None) -> list[dict[str, str]]:
     """Digest of the prepared prompt set of every cell and model, from the run's raw results (empty without them)."""
     found: dict[tuple[str, str, int], str] = {}
     for path in sorted(raw_results.glob("b*/*/*/*/r*/result.json")) if raw_results else []:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        found[(data["model"], data["cell"], data["block"])] = data["prompts_sha256"]
+        data = inputs.json_object(path, "a result of the run")
+        try:
+            found[(data["model"], data["cell"], data["block"])] = data["prompts_sha256"].removeprefix("sha256:")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UsageProblem(f"{path} is not a result of the run: {error!r}") from error
     return [
-        {"model": model, "cell": cell, "block": str(block), "sha256": value.removeprefix("sha256:")}
+        {"model": model, "cell": cell, "block": str(block), "sha256": value}
         for (model, cell, block), value in sorted(found.items())
     ]
 
@@ -65,12 +78,7 @@ def evaluation(
     Form: docs/predicates/evaluation-v1.md. Raises UsageProblem when the folder is not a complete report, or its checks
     are not those of the raw results.
     """
-    path = report_folder / "report.json"
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        digest, source = subject_of(report)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageProblem(f"{report_folder} is not a complete report: {error}") from error
+    report, digest, source = _report(report_folder)
     changed = checks.differences_from_raw(raw_results, report) if raw_results else []
     if changed:
         raise UsageProblem(f"{report_folder} was not rendered from {raw_results}: {'; '.join(changed)}")
@@ -100,6 +108,20 @@ def evaluation(
     return statement(name, digest, EVALUATION_SOURCE if source else EVALUATION, predicate)
 
 
+def _report(folder: Path) -> tuple[dict[str, Any], str, bool]:
+    """report.json of a folder, the digest that its figures are about, and whether that is a source tree's."""
+    from sparkinfer_containers.verify import numbers  # pyarrow and the evaluation: only needed for a report
+
+    try:
+        report = numbers.load(folder)
+        digest, source = subject_of(report)
+        if not source:
+            str(report["container"]["reference"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError, DigestProblem) as error:
+        raise UsageProblem(f"{folder} is not a complete report: {error}") from error
+    return report, digest, source
+
+
 def find_report(reports: Path, version: str, digest: str, source_digest: str | None = None) -> Path:
     """The report folder that a release publishes: the one of `version` that measured the image `digest`.
 
@@ -108,10 +130,13 @@ def find_report(reports: Path, version: str, digest: str, source_digest: str | N
     """
     of_image, of_source, others = [], [], []
     for path in sorted(reports.glob("*/report.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = inputs.json_object(path, "a report")
         if report.get("version") != version:
             continue
-        subject, source = subject_of(report)
+        try:
+            subject, source = subject_of(report)
+        except (KeyError, TypeError, AttributeError, DigestProblem) as error:
+            raise UsageProblem(f"{path} is damaged: {error}") from error
         if (subject, source) == (digest, False):
             of_image.append(path.parent)
         elif source and subject == source_digest:
@@ -168,9 +193,15 @@ def attach_all(
     ]
 
 
-def _statement(bundle: str) -> dict[str, Any]:
+def _statement(path: Path) -> dict[str, Any]:
     """The statement inside a bundle, unverified: to compare with one that is about to be signed."""
-    made: dict[str, Any] = json.loads(base64.b64decode(json.loads(bundle)["dsseEnvelope"]["payload"]))
+    bundle = inputs.json_object(path, "a signed bundle")
+    try:
+        made: dict[str, Any] = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+        if not isinstance(made["predicate"], dict) or made["predicateType"] not in SHORT_NAMES:
+            raise ValueError("its statement is of no known type")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageProblem(f"{path} is not a signed bundle ({error}): remove it to sign anew") from error
     return made
 
 
@@ -191,7 +222,7 @@ def kept_bundle(report_folder: Path, made: Mapping[str, Any]) -> Path | None:
     target = _bundle_path(report_folder, made)
     if not target.exists():
         return None
-    if _statement(target.read_text(encoding="utf-8")) in (json.loads(encode(made)), json.loads(encode(_older(made)))):
+    if _statement(target) in (json.loads(encode(made)), json.loads(encode(_older(made)))):
         return target
     raise UsageProblem(f"{target} exists: a report is signed once; render it to another folder to sign it anew")
 
@@ -220,8 +251,7 @@ def host_evaluation(report_folder: Path, roots: Sequence[Path]) -> dict[str, Any
     It has to verify under one of `roots` (trusted_root.json files), to name the digests of prompts and raw records, and
     to be about the files as they are now. Raises SignatureProblem or UsageProblem otherwise.
     """
-    report = json.loads((report_folder / "report.json").read_text(encoding="utf-8"))
-    digest, source = subject_of(report)
+    report, digest, source = _report(report_folder)
     name = f"{SHORT_NAMES[EVALUATION_SOURCE if source else EVALUATION]}.sigstore.json"
     path = next(
         (found for place in ("host", ".") if (found := report_folder / "bundles" / place / name).is_file()), None
@@ -274,13 +304,16 @@ def exchange(layout: Layout, image: Descriptor, report_folder: Path, evaluation_
     An earlier evaluation of the same run makes way: the layout is this host's own and not published.
     """
     bundle = evaluation_bundle.read_text(encoding="utf-8")
-    run = _statement(bundle)["predicate"]["run"]
+    run = _statement(evaluation_bundle)["predicate"]["run"]
     for item in list(layout.referrers(image.digest)):
-        manifest = json.loads(layout.manifest(item.digest))
-        held = layout.blob_path(manifest["layers"][0]["digest"]).read_text(encoding="utf-8")
-        said = _statement(held)
+        manifest = parse_object(layout.manifest(item.digest), f"referrer {item.digest}")
+        _, *layers = parts_of(manifest, item.digest)
+        if len(layers) != 1:
+            raise DigestProblem(f"referrer {item.digest} holds {len(layers)} bundles, expected one")
+        held = layout.read(layers[0], BUNDLE_LIMIT)
+        said = _statement(layout.blob_path(layers[0].digest))
         if said["predicateType"] != EVALUATION:
-            _write(report_folder / "bundles" / f"{SHORT_NAMES[said['predicateType']]}.sigstore.json", held)
-        elif said["predicate"]["run"] == run:
+            _write(report_folder / "bundles" / f"{SHORT_NAMES[said['predicateType']]}.sigstore.json", held.decode())
+        elif said["predicate"].get("run") == run:
             layout.unlist_manifest(item.digest)
     attach(layout, image, bundle, EVALUATION)

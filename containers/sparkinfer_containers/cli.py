@@ -17,19 +17,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer_containers import attest, figures, loopback, ship
-from sparkinfer_containers.errors import UsageProblem
+from sparkinfer.console import ends_with_its_reader
+from sparkinfer.errors import EnvironmentProblem, SparkinferError
+from sparkinfer.output import require_appendable, require_file, require_folder
+from sparkinfer_containers import attest, figures, inputs, loopback, ship
+from sparkinfer_containers.errors import SignatureProblem, UsageProblem
 from sparkinfer_containers.image import build, daemon, debs, rebuild, settings, wheels
+from sparkinfer_containers.image.folders import require_unpackable
 from sparkinfer_containers.image.run import SHARED, Container, unpack_image
-from sparkinfer_containers.image.start import start
+from sparkinfer_containers.image.start import require_image, start
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.registry import Reference, Registry
 from sparkinfer_containers.private import instance
 from sparkinfer_containers.private.state import default_folder
 from sparkinfer_containers.private.trust import client_config
 from sparkinfer_containers.sign import sign
-from sparkinfer_containers.statements import PROVENANCE, SBOM, statement
+from sparkinfer_containers.statements import PROVENANCE, SBOM, check_provenance, statement
 from sparkinfer_containers.trust import credentials, trust_root
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,13 +42,19 @@ NOT_PASSED = ("HF_HOME", "SPARKINFER_IMAGE_DIGEST")
 
 
 def _caches(args: argparse.Namespace) -> build.Caches:
+    require_folder(args.deb_cache, "--deb-cache")
+    require_folder(args.wheel_cache, "--wheel-cache")
     return build.Caches(args.deb_cache.absolute(), args.wheel_cache.absolute())
 
 
 def _build(args: argparse.Namespace) -> int:
     recipe = settings.load(args.repository, args.variant, args.name)
+    require_folder(args.output.parent, "--output: the folder")
+    if args.scratch:
+        require_folder(args.scratch, "--scratch")
+    caches = _caches(args)
     start = time.monotonic()
-    record = build.build(recipe, args.repository.absolute(), args.output, _caches(args), args.scratch, args.revision)
+    record = build.build(recipe, args.repository.absolute(), args.output, caches, args.scratch, args.revision)
     seconds = round(time.monotonic() - start, 1)
     # Beside the image's record, which is the same on every machine.
     _write_record(args.output / "timing.json", {"schema": "sparkinfer/build-timing/v1", "seconds": seconds})
@@ -59,6 +68,7 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _relock(args: argparse.Namespace) -> int:
+    require_folder(args.deb_cache, "--deb-cache")
     for variant in args.variants:
         recipe = settings.load(args.repository, variant)
         wheels.write_lock(wheels.relock(recipe, args.repository), recipe.python_lock, f"of the {variant} image")
@@ -70,9 +80,15 @@ def _relock(args: argparse.Namespace) -> int:
 
 
 def _rebuild_check(args: argparse.Namespace) -> int:
-    start = time.monotonic()
-    found = rebuild.rebuild(args.image, args.repository.absolute(), _caches(args), args.scratch or args.image.parent)
     digest = Layout(args.image / "layout").image().digest
+    inputs.image_record(args.image, "commit", "variant", "name")
+    if args.record:
+        require_file(args.record, "--record", make_folder=True)
+    scratch = args.scratch or args.image.parent
+    require_folder(scratch, "--scratch")
+    caches = _caches(args)
+    start = time.monotonic()
+    found = rebuild.rebuild(args.image, args.repository.absolute(), caches, scratch)
     if found:
         print(f"NOT REPRODUCED {digest}", *(f"  {line}" for line in found), sep="\n")
         return 1
@@ -104,8 +120,10 @@ def _claims(recipe: settings.Recipe) -> dict[str, str]:
 def _attest(args: argparse.Namespace) -> int:
     layout = Layout(args.image / "layout")
     image = layout.image()
-    record: dict[str, Any] = json.loads((args.image / "image.json").read_text(encoding="utf-8"))
+    record = inputs.image_record(args.image, "reference", "digest", "variant", "name", "source_digest")
     recipe = settings.load(args.repository, record["variant"], record["name"])
+    if args.raw:
+        inputs.folder_given(args.raw, "--raw")
     made = _image_statements(args.image, record, args.builder)
     start = time.monotonic()
     evaluation = _evaluation(args, record, image.digest) if args.report else None
@@ -147,18 +165,26 @@ def _evaluation(args: argparse.Namespace, record: dict[str, Any], digest: str) -
 def _image_statements(folder: Path, record: dict[str, Any], builder: str | None = None) -> list[dict[str, Any]]:
     """Provenance and SBOM statements of an image that `build` made."""
     name = record["reference"].rsplit(":", 1)[0]
-    provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    provenance = inputs.json_object(folder / "provenance.json", "a folder that `build` made")
+    try:
+        check_provenance(provenance)
+    except SignatureProblem as problem:
+        raise UsageProblem(f"{folder / 'provenance.json'}: {problem}") from problem
     if builder:
         provenance["runDetails"]["builder"]["id"] = builder
-    sbom = json.loads((folder / "sbom.json").read_text(encoding="utf-8"))
+    sbom = inputs.json_object(folder / "sbom.json", "a folder that `build` made")
     return [statement(name, record["digest"], PROVENANCE, provenance), statement(name, record["digest"], SBOM, sbom)]
 
 
 def _figures(args: argparse.Namespace) -> int:
     recipe = settings.load(args.repository, args.variant)
+    if args.model:
+        inputs.folder_given(args.model, "--model")
+    require_folder(args.output, "--output")
+    require_folder(args.scratch, "--scratch")
 
     def sign_image(folder: Path) -> None:
-        record = json.loads((folder / "image.json").read_text(encoding="utf-8"))
+        record = inputs.image_record(folder, "reference", "digest")
         layout = Layout(folder / "layout")
         with credentials("private", claims=_claims(recipe)) as held:
             attest.sign_and_attach(layout, layout.image(), _image_statements(folder, record), held)
@@ -171,12 +197,14 @@ def _figures(args: argparse.Namespace) -> int:
 def _find_report(args: argparse.Namespace) -> int:
     recipe = settings.load(args.repository, "cpu")
     digest = Layout(args.image / "layout").image().digest
-    record = json.loads((args.image / "image.json").read_text(encoding="utf-8")) if args.source_report else {}
+    record = inputs.image_record(args.image, "source_digest") if args.source_report else {}
     print(attest.find_report(args.repository / "reports", recipe.version, digest, record.get("source_digest")))
     return 0
 
 
 def _sign_report(args: argparse.Namespace) -> int:
+    if args.raw:
+        inputs.folder_given(args.raw, "--raw")
     made = attest.evaluation(args.report, args.raw)
     recipe = settings.load(args.repository, "cpu")
     start = time.monotonic()
@@ -207,6 +235,7 @@ def _push(args: argparse.Namespace) -> int:
 
 def _pull(args: argparse.Namespace) -> int:
     reference = Reference.parse(args.reference)
+    require_unpackable(args.output)
     with Registry(reference, anonymous=args.anonymous) as registry:
         digest = reference.digest or registry.resolve(reference.tag or "latest").digest
         unpack_image(registry, digest, args.output)
@@ -223,21 +252,26 @@ def _unpack(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    given = dict(item.split("=", 1) for item in args.env)
-    with start(
-        args.unpacked, Path(args.log), environment=given, models=args.models, arguments=args.arguments
-    ) as container:
+    given, log = inputs.environment(args.env), Path(args.log)
+    require_image(args.unpacked)
+    if args.models:
+        inputs.folder_given(args.models, "--models")
+    require_appendable(log, "--log")
+    with start(args.unpacked, log, environment=given, models=args.models, arguments=args.arguments) as container:
         return _forward_signals(container)
 
 
 def _serve(args: argparse.Namespace) -> int:
     """Like `sparkinfer serve`, but the engine is the image's: what the sweep starts to measure what ships."""
+    require_image(args.unpacked)
+    inputs.folder_given(args.model, "MODEL")
     model = args.model.resolve()
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED) and name not in NOT_PASSED}
     arguments = ["serve", f"/models/{model.name}", *args.arguments]
     trace, writable = passed.get("SPARKINFER_STEP_TRACE"), None
     if trace:
         writable = Path(trace).resolve().parent
+        require_folder(writable, "SPARKINFER_STEP_TRACE: the folder")
         passed["SPARKINFER_STEP_TRACE"] = f"{SHARED}/{Path(trace).name}"
     with start(
         args.unpacked, Path("/dev/stderr"), environment=passed, models=model.parent, writable=writable,
@@ -253,6 +287,8 @@ def _forward_signals(container: Container | daemon.Daemon) -> int:
 
 
 def _ship(args: argparse.Namespace) -> int:
+    inputs.folder_given(args.model, "--model")
+    require_file(args.record, "--record", make_folder=True)
     _write_record(
         args.record, ship.ship(args.image, args.model, args.work, args.trusted_root, args.evaluated, args.device)
     )
@@ -375,7 +411,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("storage", type=_path)
     made = add("instance", _instance, "serve the private sigstore instance on loopback until SIGTERM")
     made.add_argument("--state", type=_path, help="its folder (default: ATTEST_STATE or the XDG state folder)")
-    made.add_argument("--port", type=int, default=0)
+    made.add_argument("--port", type=inputs.port, default=0, help="0 to 65535; 0 (default): any free one")
     made = add(
         "trust-config", _trust_config, "print a trusted_root.json in the form that sigstore-python's command takes"
     )
@@ -383,6 +419,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ends_with_its_reader
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = _parser().parse_args(argv)
@@ -391,6 +428,11 @@ def main(argv: list[str] | None = None) -> int:
     except SparkinferError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"error: {error.filename or 'a file'} cannot be read or written: {error.strerror}", file=sys.stderr)
+        return EnvironmentProblem.exit_code
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
 MODELS = Path("/models")
 PRESET = tuple(f"SPARKINFER_PRESET_{name}" for name in ("FOLDER", "HUB", "REVISION", "DRAFTER"))
 OWN = ("SPARKINFER_MODEL", "SPARKINFER_MODEL_REVISION", "SPARKINFER_HOST", "SPARKINFER_PORT", *PRESET)
-_HUB_ID = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+\Z")
+_HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git\Z))\b[A-Za-z0-9._-]{1,96}\b/\b[A-Za-z0-9._-]{1,96}\b\Z")
+"""What the hub's client takes for OWNER/NAME, so that a path like ../x is not handed to it."""
 COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 
 
@@ -30,7 +31,7 @@ def find_model(name: str, revision: str, models: Path = MODELS) -> Path:
         return folder
     if name.startswith("/") or not _HUB_ID.match(name):
         raise ConfigError(
-            f"SPARKINFER_MODEL={name!r} is no folder in this container: mount one "
+            f"SPARKINFER_MODEL={_short(name)} is no folder in this container: mount one "
             f"(-v /path/to/model:{MODELS}/name:ro), "
             "or name a hub model as OWNER/NAME with SPARKINFER_MODEL_REVISION"
         )
@@ -42,9 +43,16 @@ def find_model(name: str, revision: str, models: Path = MODELS) -> Path:
     return fetch_model(name, revision, models)
 
 
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 200 else f"{name[:200]}...")
+
+
 def _readable(name: str) -> Path | None:
-    """The folder `name`, or None where there is none. Raises ConfigError for one that this user may not read."""
-    folder = Path(name)
+    """The folder `name`, or None where there is none. Raises ConfigError for one that this user may not read.
+
+    Absolute: `serve` would take a relative name like -x for an option.
+    """
+    folder = Path(name).absolute()
     try:
         if folder.is_dir():
             next(folder.iterdir(), None)
@@ -54,6 +62,8 @@ def _readable(name: str) -> Path | None:
             f"model folder {name}: the container's user ({os.getuid()}) may not read {error.filename}. On the host "
             "give others the right to read (chmod -R o+rX) the folder that is mounted, or run the container with --user"
         ) from error
+    except OSError as error:  # a name that no file can have, a file system that does not answer
+        raise ConfigError(f"model folder {_short(name)}: {error.strerror}: name a folder under {MODELS}") from error
     return None
 
 
@@ -87,13 +97,16 @@ def fetch_model(name: str, revision: str, models: Path) -> Path:
     marker = target / ".complete"
     if marker.is_file():
         return target
+    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         snapshot_download(name, revision=revision, local_dir=target)
         marker.touch()
-    except (HfHubHTTPError, OSError) as error:
+    except HFValidationError as error:
+        raise ConfigError(f"{name} is no name of a hub model (OWNER/NAME): {error}") from error
+    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
         raise EnvironmentProblem(
             f"{name} at {revision} could not be fetched into {models} ({error}): check the network and that the volume "
             "is writable for the container's user, or mount the model"

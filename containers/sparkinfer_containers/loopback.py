@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from sparkinfer.errors import EnvironmentProblem
+from sparkinfer.output import require_folder
 
 START_S = 15
 
@@ -38,8 +39,10 @@ http: {{addr: "127.0.0.1:{port}"}}
 def registry(storage: Path) -> Iterator[str]:
     """Serve `storage` until the block ends; yields `127.0.0.1:<port>`.
 
-    Raises EnvironmentProblem when the program is not installed or does not start.
+    Raises ConfigError when `storage` is no folder to write to, EnvironmentProblem when the program is not installed or
+    does not start.
     """
+    require_folder(storage, "registry storage")
     program = shutil.which("docker-registry")
     if program is None:
         raise EnvironmentProblem("docker-registry is not installed: apt-get install docker-registry")

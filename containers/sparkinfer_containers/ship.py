@@ -5,7 +5,6 @@ The registry is Debian's docker-registry on loopback. Every step is timed; the r
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import time
@@ -18,14 +17,15 @@ from typing import Any
 import httpx
 
 from sparkinfer.errors import EnvironmentProblem
-from sparkinfer_containers import loopback
+from sparkinfer.output import require_folder
+from sparkinfer_containers import inputs, loopback
 from sparkinfer_containers.errors import DigestProblem
 from sparkinfer_containers.image.daemon import Daemon, pull
 from sparkinfer_containers.image.folders import working
 from sparkinfer_containers.image.run import Container, command, unpack_image
 from sparkinfer_containers.image.runtimes import uses_daemon
 from sparkinfer_containers.image.start import start
-from sparkinfer_containers.image.tools import run
+from sparkinfer_containers.image.tools import need, run
 from sparkinfer_containers.oci.layout import Layout
 from sparkinfer_containers.oci.registry import Reference, Registry
 from sparkinfer_containers.private.state import default_folder
@@ -63,9 +63,9 @@ def push(layout: Layout, reference: Reference) -> str:
     return image.digest
 
 
-def verify(reference: Reference, digest: str, trusted_root: Path | None) -> Outcome:
+def verify(reference: Reference, digest: str, root: Path) -> Outcome:
     """Verify an image in a registry as `sparkinfer-verify` does. Raises the problem that was found."""
-    trust = trust_root(trusted_root or default_folder() / "trusted_root.json")
+    trust = trust_root(root)
     outcome = Outcome(f"{reference.host}/{reference.name}@{digest}")
     verifier = BundleVerifier(trust, ExpectedSigner(trust, None, None))
     with Registry(reference, anonymous=True) as registry:
@@ -139,15 +139,21 @@ def ship(
     `evaluated` names the run whose evaluation has to be among the attestations. Without a model the image, whose device
     this host may lack, is only examined.
     """
-    record: dict[str, Any] = json.loads((image / "image.json").read_text(encoding="utf-8"))
-    layout, timings = Layout(image / "layout"), Timings()
+    # Before the work: what is asked for only at its end.
+    record, layout, timings = inputs.image_record(image, "reference", "name"), Layout(image / "layout"), Timings()
+    layout.image()
+    root = trusted_root or default_folder() / "trusted_root.json"
+    trust_root(root)
+    if not uses_daemon(device):
+        need("bwrap")
+    require_folder(work.parent, "--work: the folder")
     working(work)
     with loopback.registry(work / "registry") as host:
         reference = Reference.parse(f"{host}/{record['name']}:{record['reference'].rsplit(':', 1)[1]}")
         with timings.step("push"):
             digest = push(layout, reference)
         with timings.step("verify"):
-            outcome = verify(reference, digest, trusted_root)
+            outcome = verify(reference, digest, root)
         print(outcome.to_text(), flush=True)
         if evaluated is not None and evaluated not in outcome.evaluations:
             found = outcome.evaluations or "none"

@@ -92,7 +92,8 @@ def check_provenance(predicate: Mapping[str, Any]) -> str:
     _field(predicate, "buildDefinition.externalParameters", dict)
     for item in _field(predicate, "buildDefinition.resolvedDependencies", list):
         digests = item.get("digest") if isinstance(item, dict) else None
-        if not digests or not all(isinstance(value, str) and value for value in digests.values()):
+        named = isinstance(digests, dict) and all(isinstance(value, str) and value for value in digests.values())
+        if not digests or not named:
             raise SignatureProblem(f"provenance names a dependency without a digest: {item!r:.200}")
     builder: str = _field(predicate, "runDetails.builder.id", str)
     return builder
@@ -128,6 +129,9 @@ def check_evaluation(predicate: Mapping[str, Any], *, source: bool) -> None:
         raise SignatureProblem("evaluation predicate: an item of cells is not an object")
     if predicate["not_the_shipped_image"] is not source:
         raise SignatureProblem("evaluation predicate contradicts its type about the shipped image")
+    for name in ("files", "raw_records"):
+        if not all(isinstance(digest, str) for digest in predicate[name].values()):
+            raise SignatureProblem(f"evaluation predicate: a digest in {name} is not a text")
     for required in ("report.json", "requests.parquet"):
         if required not in predicate["files"]:
             raise SignatureProblem(f"evaluation predicate does not name the digest of {required}")

@@ -129,6 +129,8 @@ def _public(root: TrustedRoot) -> TrustRoot:
 
 def _from_file(path: Path) -> TrustRoot:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for, and is read twice below
+            raise UsageProblem(f"{path} is not a regular file: name a trusted_root.json")
         if path.stat().st_size > ROOT_SIZE_LIMIT:
             raise UsageProblem(f"{path} is over {ROOT_SIZE_LIMIT} bytes: not a trusted_root.json")
         data = json.loads(path.read_bytes())

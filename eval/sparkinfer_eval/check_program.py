@@ -129,9 +129,9 @@ def _judged(
         if options.json is not None:
             write_json(options.json, check, options, None, [], str(error))
         return error.exit_code
-    print(table(rows))
-    if options.json is not None:
+    if options.json is not None:  # first: a reader of the table who goes away takes nothing from the document
         write_json(options.json, check, options, dtype, rows)
+    print(table(rows))
     failed = sum(not row.ok for row in rows)
     print(f"{check}: {failed} of {len(rows)} rows differ" if failed else f"{check}: all {len(rows)} rows agree")
     return DIFFERENCE if failed or not rows else PASS

@@ -19,7 +19,7 @@ from sparkinfer_containers import entrypoint, health
 from sparkinfer_containers.image import settings
 from sparkinfer_containers.image.build import config, oci_annotations
 
-from sparkinfer.errors import ConfigError
+from sparkinfer.errors import ConfigError, EnvironmentProblem
 
 ROOT = Path(__file__).parents[2]
 PRESETS = {
@@ -104,11 +104,63 @@ def test_a_subcommand_passes_through() -> None:
         ({"SPARKINFER_MODEL": "a/b"}, "pinned revision"),
         ({"SPARKINFER_MODEL": "a/b", "SPARKINFER_MODEL_REVISION": "main"}, "pinned revision"),
         ({"SPARKINFER_MODEL": "../../none/at/all"}, "mount one"),
+        *(
+            ({"SPARKINFER_MODEL": name, "SPARKINFER_MODEL_REVISION": "1" * 40}, "mount one")
+            for name in (
+                "../x",
+                "x/..",
+                "a--b/c",
+                "-a/b",
+                "a/b.",
+                "a/b.git",
+                "a/" + "b" * 97,
+                "none",
+                "-x",
+                "/etc/hosts",
+            )
+        ),
+        ({"SPARKINFER_MODEL": "x" * 5000}, "name a folder under /models"),
+        ({"SPARKINFER_PRESET_FOLDER": "/" + "x" * 5000}, "name a folder under /models"),
     ],
 )
 def test_model_that_cannot_be_had_is_explained(environment: dict[str, str], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         entrypoint.arguments([], environment, tmp_path)
+
+
+def test_folder_that_looks_like_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "-x").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert entrypoint.arguments([], {"SPARKINFER_MODEL": "-x"})[:2] == ["serve", str(tmp_path / "-x")]
+
+
+@pytest.mark.parametrize("name", ["../x", "x" * 5000, "a/b.git"])
+def test_bad_model_ends_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["entrypoint"])
+    monkeypatch.setenv("SPARKINFER_MODEL", name)
+    monkeypatch.setenv("SPARKINFER_MODEL_REVISION", "1" * 40)
+    with pytest.raises(SystemExit) as ended:
+        entrypoint.main()
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n"), len(said) < 500) == (2, 1, True)
+
+
+def test_name_that_only_the_hub_s_client_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no name of a hub model"):
+        entrypoint.fetch_model("../x", "1" * 40, tmp_path)
+
+
+def test_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's own errors of the network are neither the hub's nor the system's."""
+    import httpx
+    import huggingface_hub
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(EnvironmentProblem, match=r"could not be fetched .*check the network"):
+        entrypoint.fetch_model("a/b", "1" * 40, tmp_path)
 
 
 def test_fetched_model_is_not_fetched_again(tmp_path: Path) -> None:

@@ -64,10 +64,10 @@ def test_publishing_signs_a_hosts_report_anew(release: Any, tmp_path: Path, chec
     folder = release()
     bundle = folder / "bundles" / "evaluation.sigstore.json"
     host = bundle.read_bytes()
-    first = attest._statement(bundle.read_text())["predicate"]
+    first = attest._statement(bundle)["predicate"]
     for _ in range(2):  # a second signing still takes what the host signed
         assert attest_command(tmp_path, folder, "--resign") == 0
-        again = attest._statement(bundle.read_text())["predicate"]
+        again = attest._statement(bundle)["predicate"]
         assert again == first
         assert again["raw_records"]
         assert again["prompts"]

@@ -173,6 +173,7 @@ def build(
         raise ConfigError(f"{output} exists: remove it or choose another --output")
     output.parent.mkdir(parents=True, exist_ok=True)
     place = (scratch or output.parent).absolute()  # programs run in other folders
+    place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=place) as folder:
         work = Path(folder)
         work.chmod(0o755)  # mmdebstrap's apt reads the packages as its own user

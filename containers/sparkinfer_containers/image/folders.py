@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sparkinfer.output import require_folder
 from sparkinfer_containers.errors import UsageProblem
 
 DIGEST_FILE = "digest"
@@ -35,14 +36,21 @@ def require_ours(folder: Path, marker: str, content: re.Pattern[bytes], known: C
         )
 
 
+def require_unpackable(target: Path) -> None:
+    """Raises UsageProblem or ConfigError unless `target` is absent, empty or an unpacked image, and can be written."""
+    target = target.resolve()
+    require_ours(target, DIGEST_FILE, _DIGEST, UNPACKED)
+    require_folder(target.parent, "output: the folder")
+
+
 @contextmanager
 def replaced(target: Path) -> Iterator[Path]:
     """A new folder beside `target` that takes its place when the block ends well, and vanishes when it does not.
 
     Raises UsageProblem, before anything is made, unless `target` is absent, empty, or an unpacked image.
     """
+    require_unpackable(target)
     target = target.resolve()
-    require_ours(target, DIGEST_FILE, _DIGEST, UNPACKED)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     temporary.mkdir(parents=True)

@@ -28,7 +28,8 @@ def unpack_image(source: Source, digest: str, target: Path) -> dict[str, Any]:
     a folder that holds something else than an unpacked image.
     """
     marker = target / DIGEST_FILE
-    if marker.is_file() and marker.read_bytes() == digest.encode():
+    complete = (target / "config.json").is_file() and (target / "root").is_dir()
+    if complete and marker.is_file() and marker.read_bytes() == digest.encode():
         ready: dict[str, Any] = json.loads((target / "config.json").read_text(encoding="utf-8"))
         return ready
     with replaced(target) as made:

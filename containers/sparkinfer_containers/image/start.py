@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sparkinfer_containers.errors import DigestProblem
 from sparkinfer_containers.image import daemon
+from sparkinfer_containers.image.folders import DIGEST_FILE
 from sparkinfer_containers.image.run import Container
+from sparkinfer_containers.statements import bare_sha256
+
+
+def require_image(folder: Path) -> str:
+    """The digest of the image that was made ready in `folder`. Raises DigestProblem when it holds none."""
+    try:
+        digest = (folder / DIGEST_FILE).read_text(encoding="ascii").strip()
+        bare_sha256(digest)
+        if not (folder / daemon.MARKER).is_file():
+            settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
+            if not (folder / "root").is_dir() or not settings["Entrypoint"] or not settings["User"]:
+                raise ValueError("its root or its settings are missing")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DigestProblem(f"{folder} holds no image ({error}): `unpack` or `pull` one first") from error
+    return digest
 
 
 def start(
@@ -20,10 +37,7 @@ def start(
     arguments: Sequence[str] = (),
 ) -> Container | daemon.Daemon:
     """The running container, a context manager that ends it. Raises DigestProblem when the folder holds no image."""
-    marker = folder / "digest"
-    if not marker.is_file():
-        raise DigestProblem(f"{folder} holds no image: `unpack` or `pull` one first")
-    digest = marker.read_text(encoding="ascii")
+    digest = require_image(folder)
     if (folder / daemon.MARKER).is_file():
         listed = daemon.command(
             folder, digest, environment=environment, models=models, writable=writable, arguments=arguments

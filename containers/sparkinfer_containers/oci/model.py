@@ -98,6 +98,14 @@ class Descriptor:
         return cls(media_type, sha256(data), len(data))
 
 
+def parts_of(manifest: Mapping[str, Any], where: str) -> list[Descriptor]:
+    """The descriptors of a manifest's config and layers, in this order. Raises DigestProblem naming `where`."""
+    layers = manifest.get("layers")
+    if not isinstance(layers, list):
+        raise DigestProblem(f"{where}: its manifest has no list of layers")
+    return [Descriptor.from_json(item, where) for item in (manifest.get("config"), *layers)]
+
+
 EMPTY_CONFIG = Descriptor.of(EMPTY, b"{}")
 
 

@@ -21,7 +21,16 @@ import httpx
 from sparkinfer.errors import EnvironmentProblem
 from sparkinfer_containers.errors import DigestProblem, UsageProblem
 from sparkinfer_containers.oci.layout import Layout
-from sparkinfer_containers.oci.model import INDEX, MANIFEST, MANIFEST_LIMIT, Descriptor, canonical, parse_object, sha256
+from sparkinfer_containers.oci.model import (
+    INDEX,
+    MANIFEST,
+    MANIFEST_LIMIT,
+    Descriptor,
+    canonical,
+    parse_object,
+    parts_of,
+    sha256,
+)
 from sparkinfer_containers.oci.stream import AHEAD, PIECE, checked, gathered
 from sparkinfer_containers.statements import bare_sha256
 
@@ -238,7 +247,13 @@ class Registry:
             return
         start = self._send("POST", f"{self._base}/blobs/uploads/")
         self._expect(start, "blob upload", 202)
-        location = httpx.URL(self._base).join(start.headers["location"]).copy_merge_params({"digest": wanted.digest})
+        try:
+            said = start.headers["location"]
+            location = httpx.URL(self._base).join(said).copy_merge_params({"digest": wanted.digest})
+        except (KeyError, httpx.InvalidURL) as error:
+            raise EnvironmentProblem(
+                f"registry {self.reference.host} names no address to upload to: {error}"
+            ) from error
 
         def pieces() -> Iterator[bytes]:
             with path.open("rb") as handle:
@@ -263,8 +278,8 @@ class Registry:
         """Push an image with its blobs; returns its digest, unchanged."""
         data = layout.manifest(image.digest)
         manifest = parse_object(data, image.digest)
-        for item in [manifest["config"], *manifest["layers"]]:
-            self.push_blob(layout, Descriptor.from_json(item, image.digest))
+        for item in parts_of(manifest, image.digest):
+            self.push_blob(layout, item)
         self.push_manifest(data, MANIFEST)
         if tag:
             self.push_manifest(data, MANIFEST, tag)
@@ -276,15 +291,15 @@ class Registry:
         """Push a referrer manifest and make it findable; returns `api` or `fallback tag`."""
         data = layout.manifest(item.digest)
         manifest = parse_object(data, item.digest)
-        for part in [manifest["config"], *manifest["layers"]]:
-            self.push_blob(layout, Descriptor.from_json(part, item.digest))
+        subject = Descriptor.from_json(manifest.get("subject"), item.digest).digest
+        for part in parts_of(manifest, item.digest):
+            self.push_blob(layout, part)
         answer = self.push_manifest(data, MANIFEST)
-        subject = str(manifest["subject"]["digest"])
         if answer.headers.get("oci-subject") == subject:
             return "api"
         listed = {found.digest: found for found in self.referrers(subject)}
         listed[item.digest] = Descriptor(
-            MANIFEST, item.digest, item.size, manifest["artifactType"], manifest.get("annotations", {})
+            MANIFEST, item.digest, item.size, item.artifact_type, manifest.get("annotations", {})
         )
         ordered = [listed[digest].to_json() for digest in sorted(listed)]
         index = canonical({"schemaVersion": 2, "mediaType": INDEX, "manifests": ordered})

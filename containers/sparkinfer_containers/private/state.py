@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -57,7 +58,12 @@ class StateFolder:
                     f"{self.path} lies in the git work tree {parent}: signing keys stay outside repositories. "
                     f"Set {STATE_SETTING} to a folder elsewhere."
                 )
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be the state folder ({error.strerror}): set {STATE_SETTING} to another one"
+            ) from error
         self._refuse_shared(self.path)
         notice = self.path / "README"
         if not notice.exists():
@@ -82,7 +88,10 @@ class StateFolder:
             )
             write_private(path, pem)
         self._refuse_shared(path)
-        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        try:
+            key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise ConfigError(f"{path} is not a private key ({error}): restore it, or start a new instance") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ConfigError(f"{path} is not an elliptic-curve key: move it away to have a new one made")
         return key

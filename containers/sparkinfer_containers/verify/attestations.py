@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from sparkinfer_containers.errors import DigestProblem, SignatureProblem
@@ -51,13 +52,27 @@ def require(statements: Sequence[Verified], *types: str) -> None:
 
 def check_fields(found: Verified) -> None:
     """Raises SignatureProblem when a predicate lacks a field that its type requires."""
+    try:
+        canonical(found.predicate)
+        json.dumps(found.predicate, indent=1)  # as --json writes it: nesting that was read can be too deep to write
+    except (ValueError, RecursionError) as error:
+        name = SHORT_NAMES[found.predicate_type]
+        raise SignatureProblem(f"the predicate of the {name} statement is no plain JSON: {error}") from error
     if found.predicate_type == PROVENANCE:
         check_provenance(found.predicate)
     elif found.predicate_type == SBOM:
-        if found.predicate.get("bomFormat") != "CycloneDX" or not found.predicate.get("components"):
+        components = found.predicate.get("components")
+        if found.predicate.get("bomFormat") != "CycloneDX" or not isinstance(components, list) or not components:
             raise SignatureProblem("the SBOM is not a CycloneDX document with components")
     else:
         check_evaluation(found.predicate, source=found.predicate_type == EVALUATION_SOURCE)
+
+
+def of_build(found: Verified, *, public: bool) -> str:
+    """What a provenance or an SBOM proves, as one line. Raises SignatureProblem like `slsa_level`."""
+    if found.predicate_type == PROVENANCE:
+        return f"provenance: {slsa_level(found, public=public)}"
+    return f"SBOM: {len(found.predicate['components'])} components listed"
 
 
 def slsa_level(found: Verified, *, public: bool) -> str:

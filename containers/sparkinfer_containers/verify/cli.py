@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from sparkinfer import console
 from sparkinfer.errors import EnvironmentProblem, SparkinferError
 from sparkinfer_containers.errors import DigestProblem, SignatureProblem, UsageProblem
 from sparkinfer_containers.oci.layout import Layout
@@ -60,7 +61,11 @@ def _parser() -> argparse.ArgumentParser:
 def _target(text: str) -> Path | Reference:
     """A report folder, a layout folder, or an image by digest. Raises UsageProblem for anything else."""
     folder = Path(text)
-    if folder.is_dir():
+    try:
+        found = folder.is_dir()
+    except OSError as error:  # a name that no file can have
+        raise UsageProblem(f"TARGET {text:.80}: {error.strerror}") from error
+    if found:
         if not (folder / "report.json").is_file() and not (folder / "oci-layout").is_file():
             raise UsageProblem(f"{folder} is neither a report folder (report.json) nor an OCI layout (oci-layout)")
         return folder
@@ -129,14 +134,29 @@ def main(argv: list[str] | None = None) -> int:
         outcome.problem(DigestProblem.exit_code, str(error))  # a part that cannot be fetched is a missing part
     except SparkinferError as error:
         outcome.problem(error.exit_code, str(error))
+    except OSError as error:
+        outcome.problem(DigestProblem.exit_code, f"{error.filename or args.target} cannot be read: {error.strerror}")
     if written:
         try:
             written.write_text(_data(outcome), encoding="utf-8")
         except OSError as error:
             outcome.problem(UsageProblem.exit_code, f"--json {written}: {error}")
     alone = str(args.json) == "-"
-    print(_data(outcome) if alone else outcome.to_text(), end="" if alone else "\n")
-    return outcome.exit_code
+    return _show(_data(outcome) if alone else outcome.to_text() + "\n", outcome.exit_code)
+
+
+def _show(text: str, verdict: int) -> int:
+    """Print the outcome; the exit code. Who stops reading (`| head -1`) still gets the verdict's."""
+    encoding = sys.stdout.encoding if sys.stdout else "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
+    except BrokenPipeError:
+        console.drop_unread()
+    except OSError as error:
+        console.discard(sys.stdout)
+        print(f"sparkinfer-verify: the outcome could not be printed: {error}", file=sys.stderr)
+        return verdict or UsageProblem.exit_code
+    return verdict
 
 
 def _data(outcome: Outcome) -> str:

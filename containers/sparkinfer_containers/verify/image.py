@@ -112,10 +112,8 @@ def verify_image(source: Source, digest: str, trust: TrustRoot, verifier: Bundle
     for statement in found:
         name = SHORT_NAMES[statement.predicate_type]
         outcome.signed(name, statement)
-        if statement.predicate_type == PROVENANCE:
-            outcome.proved.append(f"provenance: {attestations.slsa_level(statement, public=trust.mode == 'public')}")
-        elif statement.predicate_type == SBOM:
-            outcome.proved.append(f"SBOM: {len(statement.predicate['components'])} components listed")
+        if statement.predicate_type in (PROVENANCE, SBOM):
+            outcome.proved.append(attestations.of_build(statement, public=trust.mode == "public"))
         elif statement.predicate_type == EVALUATION:
             run, cells = statement.predicate["run"], statement.predicate["cells"]
             outcome.evaluations.append(run)

@@ -64,9 +64,12 @@ class Outcome:
 
     def to_text(self) -> str:
         """What is printed."""
+        return "\n".join(_one_line(line) for line in self._lines())
+
+    def _lines(self) -> list[str]:
         if self.problems:
             lines = [f"REFUSED  {self.target}", *(f"  - {text}" for _, text in self.problems)]
-            return "\n".join([*lines, "Nothing about this target is proved."])
+            return [*lines, "Nothing about this target is proved."]
         lines = [
             f"OK  {self.target}",
             f"Trust level: {self.level}",
@@ -77,4 +80,9 @@ class Outcome:
             f"  {what}: {who['identity']} (issuer {who['issuer']}), {who['signed_at']}"
             for what, who in self.signers.items()
         ]
-        return "\n".join([*lines, "Not proved:", *(f"  - {text}" for text in self.not_proved)])
+        return [*lines, "Not proved:", *(f"  - {text}" for text in self.not_proved)]
+
+
+def _one_line(text: str) -> str:
+    """`text` with escapes for what a terminal would not show as it is: names in a target are its maker's."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

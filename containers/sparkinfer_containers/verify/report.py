@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from sparkinfer.identity import file_sha256
 from sparkinfer_containers import checks
 from sparkinfer_containers.errors import DigestProblem, SignatureProblem, UsageProblem
 from sparkinfer_containers.oci.model import BUNDLE_LIMIT
-from sparkinfer_containers.statements import EVALUATION, EVALUATION_SOURCE, SHORT_NAMES
+from sparkinfer_containers.statements import EVALUATION, EVALUATION_SOURCE, PROVENANCE, SBOM, SHORT_NAMES
 from sparkinfer_containers.trust import LEVELS, TrustRoot
 from sparkinfer_containers.verify import attestations
 from sparkinfer_containers.verify.bundle import BundleVerifier, Verified
@@ -52,14 +53,46 @@ def subject_of(report: dict[str, Any]) -> tuple[str, bool]:
 def _read_bundles(folder: Path, digest: str, verifier: BundleVerifier) -> list[Verified]:
     found = []
     for path in sorted((folder / "bundles").glob("*.sigstore.json")):
-        size = path.stat().st_size
-        if path.is_symlink() or size > BUNDLE_LIMIT:
-            raise SignatureProblem(f"bundles/{path.name}: {size} bytes or a link: refused unread")
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise SignatureProblem(
+                f"bundles/{path.name} is not a regular file but {_kind(status.st_mode)}: refused unread"
+            )
+        if status.st_size > BUNDLE_LIMIT:
+            raise SignatureProblem(f"bundles/{path.name}: {status.st_size} bytes, over the limit: refused unread")
         found.append(verifier.verify(path.read_bytes(), digest, f"bundles/{path.name}"))
     for statement in found:
         attestations.check_fields(statement)
     attestations.refuse_contradictions(found)
     return found
+
+
+def _kind(mode: int) -> str:
+    named = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return named.get(stat.S_IFMT(mode), "a device")
+
+
+def _beside_the_evaluation(
+    folder: Path, found: list[Verified], source: bool, trust: TrustRoot, outcome: Outcome
+) -> None:
+    """What the report's bundles say of the image itself. None of them is required: the report is not its image."""
+    for statement in found:
+        if statement.predicate_type in (PROVENANCE, SBOM):
+            outcome.signed(SHORT_NAMES[statement.predicate_type], statement)
+            outcome.proved.append(attestations.of_build(statement, public=trust.mode == "public"))
+    have = {statement.predicate_type for statement in found}
+    lacking = [SHORT_NAMES[kind] for kind in (PROVENANCE, SBOM) if kind not in have]
+    if lacking:
+        measured = "source tree" if source else "image"
+        outcome.not_proved.append(
+            f"what the measured {measured} was made of and how: bundles/ holds no {' and no '.join(lacking)}"
+        )
+    bundles = folder / "bundles"
+    read = set(bundles.glob("*.sigstore.json"))
+    unread = [path.relative_to(folder).as_posix() for path in sorted(bundles.rglob("*")) if path not in read]
+    unread = [name for name in unread if not (folder / name).is_dir() or (folder / name).is_symlink()]
+    if unread:
+        outcome.not_proved.append(f"anything in what was not read: {', '.join(unread)}")
 
 
 def _compare_with_statement(folder: Path, report: dict[str, Any], predicate: dict[str, Any], outcome: Outcome) -> None:
@@ -153,7 +186,7 @@ def verify_report(
         report = numbers.load(folder)
         digest, source = subject_of(report)
     except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DigestProblem(f"{folder / 'report.json'} is damaged: {error}") from error
+        raise DigestProblem(f"{folder / 'report.json'} is damaged: {' '.join(str(error).split())}") from error
     found = _read_bundles(folder, digest, verifier)
     wanted = EVALUATION_SOURCE if source else EVALUATION
     evaluations = [item for item in found if item.predicate_type == wanted and item.predicate["run"] == report["run"]]
@@ -178,6 +211,7 @@ def verify_report(
         f"{len(statement.predicate['files'])} files are as signed, as the evaluation of "
         + (f"the source tree {digest} (not the shipped image)" if source else f"the image {digest}")
     )
+    _beside_the_evaluation(folder, found, source, trust, outcome)
     if source:
         outcome.not_proved.append("that the shipped image performs like this: the run was made from the source tree")
     outcome.not_proved.append("plots and report.html beyond their digests: they are drawings of the same figures")

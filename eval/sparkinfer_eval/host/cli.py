@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_folder
 from sparkinfer_eval.host import servers
@@ -165,6 +166,7 @@ def _run(host: Host, options: argparse.Namespace) -> int:
     return 0
 
 
+@ends_with_its_reader
 def main(root: Path, arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 a check failed, 2 bad input, 3 the machine cannot do it."""
     options = _parser().parse_args(arguments)

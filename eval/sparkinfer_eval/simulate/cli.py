@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_file, require_folder, write_text
 from sparkinfer.scheduling.config import SchedulerConfig
@@ -174,6 +175,7 @@ def write_out(folder: Path, text: str, costs: Costs, recorded: Recorded | None, 
             compare.plot(points, title, folder / f"simulation.{suffix}")
 
 
+@ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 2 bad input, 3 environment."""
     options = parser().parse_args(arguments)
