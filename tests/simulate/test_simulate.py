@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -275,6 +276,9 @@ def test_command_line_on_a_run(run_folder: Path, tmp_path: Path, capsys: pytest.
     document = json.loads((tmp_path / "out" / "simulation.json").read_text())
     assert {"cell", "metric", "measured", "predicted", "error", "inside", "fitted"} <= set(document["points"][0])
     assert document["fitted_on"]["cells"] == ["chat-c1", "chat-c32", "long_answer-c1", "long_prompt-c32"]
+    assert document["fitted_on"]["engine_digest"] == "x"
+    assert shlex.join(arguments) in document["origin"]["command"]
+    assert document["origin"]["command"] in (tmp_path / "out" / "simulation.md").read_text()
     assert (tmp_path / "out" / "simulation.png").read_bytes().startswith(b"\x89PNG")
     assert not list((tmp_path / "out").glob(".*"))
     again = ["--costs", str(tmp_path / "costs.json"), "--cells", str(ROOT / "config" / "cells.yaml")]

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime as dt
 import json
+import os
+import platform
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import sparkinfer
 from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_file, require_folder, write_text
 from sparkinfer.scheduling.config import SchedulerConfig
 
 from ..cells import load_cells, resolve_cells
+from ..report.machine import machine_facts, source_facts
 from . import compare
 from .cost import Costs, Host, fit, load, save
 from .measured import Recorded, fit_cells, fit_run, read_runs
@@ -157,10 +163,40 @@ def policies_table(loads: Sequence[Workload], costs: Costs, policies: Sequence[s
     return "\n".join(lines)
 
 
-def write_out(folder: Path, text: str, costs: Costs, recorded: Recorded | None, points: list[compare.Point]) -> None:
+def origin_of(arguments: Sequence[str]) -> dict[str, Any]:
+    """When, where, by which source and command the simulation was made."""
+    return {
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "eval/simulate.py", *arguments]),
+        "cpu_model": machine_facts().get("cpu_model"),
+        "cpus": os.cpu_count(),
+        "source": source_facts(Path(__file__).resolve().parents[3]),
+        "versions": {"sparkinfer": sparkinfer.__version__, "python": platform.python_version()},
+    }
+
+
+def described(origin: dict[str, Any]) -> str:
+    """An origin as one line."""
+    versions, source = origin["versions"], origin["source"]
+    commit = f"commit {str(source['commit'])[:12]}{' with changes' if source['dirty'] else ''}"
+    return (
+        f"Simulated {origin['date']} on {origin['cpu_model'] or 'an unnamed CPU'}, {origin['cpus']} CPUs, by "
+        f"sparkinfer {versions['sparkinfer']} ({commit}), Python {versions['python']}: `{origin['command']}`"
+    )
+
+
+def write_out(
+    folder: Path,
+    text: str,
+    origin: dict[str, Any],
+    costs: Costs,
+    recorded: Recorded | None,
+    points: list[compare.Point],
+) -> None:
     """Table, JSON and plot. Raises EnvironmentProblem."""
     document = {
         "schema": "sparkinfer/simulation/v1",
+        "origin": origin,
         "fitted_on": costs.about,
         "band": compare.BAND,
         "points": [{**dataclasses.asdict(p), "error": p.error, "inside": p.inside} for p in points],
@@ -186,7 +222,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require_file(options.save, "--save", make_folder=True)
         begin = time.perf_counter()
         costs, recorded, points = costs_of(options)
-        parts = ["# Simulation", "", "Fitted on: " + json.dumps(costs.about), "", "```", costs.describe(), "```", ""]
+        # Before anything is written: what is written may lie in the checkout.
+        origin = origin_of(sys.argv[1:] if arguments is None else arguments)
+        parts = [
+            "# Simulation",
+            "",
+            described(origin),
+            "",
+            "Fitted on: " + json.dumps(costs.about),
+            "",
+            "```",
+            costs.describe(),
+            "```",
+            "",
+        ]
         if recorded is not None:
             parts += [compare.table(points), "", compare.verdict(points), ""]
             parts += ["Passes, predicted over measured: " + compare.pass_errors(costs, recorded), ""]
@@ -200,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.save is not None:
             save(costs, options.save)
         if options.out is not None:
-            write_out(options.out, text, costs, recorded, points)
+            write_out(options.out, text, origin, costs, recorded, points)
     except (SparkinferError, ValueError) as error:
         print(f"simulate.py: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, SparkinferError) else ConfigError.exit_code

@@ -56,6 +56,10 @@ class Recorded:
     model: str
     cells: list[CellRun]
     trace: Trace
+    engines: tuple[str, ...] = ()
+    """Digests of the engine that was measured."""
+    began: tuple[str, ...] = ()
+    """UTC of the first and the last cell."""
 
 
 def models_of(run: Path, engine: str) -> list[str]:
@@ -72,9 +76,10 @@ def read_run(run: Path, engine: str = "sparkinfer", model: str | None = None) ->
         raise ConfigError(f"{run} has measured {', '.join(models) or 'no model'} with {engine}: name one with --model")
     model = model or models[0]
     traces: dict[str, Trace] = {}
-    cells = []
+    cells, results = [], []
     for path in sorted(run.glob(f"b*/{engine}/{model}/*/r*/result.json")):
         result = read_result(path.parent)
+        results.append(result)
         session = f"b{result.block}-r{result.rep}"
         if session not in traces:
             traces[session] = read_trace(run / "servers" / f"{engine}-{model}-{session}.steps.jsonl")
@@ -88,7 +93,9 @@ def read_run(run: Path, engine: str = "sparkinfer", model: str | None = None) ->
         cells.append(CellRun(cell, result.block, result.rep, records, steps, traces[session].scheduler))
     if not cells:
         raise ConfigError(f"{run} has no result of {engine} with {model}")
-    return Recorded(run.name, model, cells, next(iter(traces.values())))
+    times = [result.started_at for result in results]
+    engines = tuple(sorted({result.engine_digest for result in results}))
+    return Recorded(run.name, model, cells, next(iter(traces.values())), engines, (min(times), max(times)))
 
 
 def read_runs(runs: Sequence[Path], engine: str = "sparkinfer", model: str | None = None) -> Recorded:
@@ -101,7 +108,9 @@ def read_runs(runs: Sequence[Path], engine: str = "sparkinfer", model: str | Non
         load = (cell.prompt_tokens, cell.output_tokens, cell.requests, cell.concurrency, cell.rate)
         if loads.setdefault(cell.id, load) != load:
             raise ConfigError(f"the runs measured two cells {cell.id} of different load: give runs of one scale")
-    return Recorded(", ".join(recorded.run for recorded in found), found[0].model, cells, found[0].trace)
+    names, times = ", ".join(recorded.run for recorded in found), [time for one in found for time in one.began]
+    engines = tuple(sorted({digest for recorded in found for digest in recorded.engines}))
+    return Recorded(names, found[0].model, cells, found[0].trace, engines, (min(times), max(times)))
 
 
 def chosen(cells: Sequence[CellRun], patterns: Sequence[str]) -> list[CellRun]:
@@ -312,7 +321,8 @@ def fit_cells(recorded: Recorded, cells: Sequence[CellRun]) -> Costs:
     stand in.
     """
     names = list(dict.fromkeys(one.cell.id for one in cells))
-    about = {**recorded.trace.about, "run": recorded.run, "model": recorded.model, "cells": names}
+    about = {**recorded.trace.about, "run": recorded.run, "model": recorded.model, "cells": names,
+             "engine_digest": ", ".join(recorded.engines), "measured": " to ".join(recorded.began)}  # fmt: skip
     closed = [one for one in cells if one.cell.concurrency]
     planned = [one for one in cells if not one.cell.concurrency]
     host = measure_host(closed or planned)
