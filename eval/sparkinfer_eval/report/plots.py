@@ -6,7 +6,6 @@ nothing for it. Engines keep one colour, one marker and one line style everywher
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
-from PIL import Image
 
+from sparkinfer_eval.drawing import render
 from sparkinfer_eval.report.figures import Figures
 from sparkinfer_eval.report.text import cell_name, is_arrivals, number, shape_name, split_cell
 
@@ -41,8 +40,6 @@ RC: Any = {
     "legend.frameon": False,
     "legend.fontsize": 9,
 }
-PNG_COLOURS = 64
-PNG_DPI = 150
 
 Plot = Callable[[Figures, str], Canvas | None]
 
@@ -290,23 +287,6 @@ PLOTS: dict[str, tuple[Plot, str]] = {
     "arrivals": (arrivals_latency, "Request latency under Poisson arrivals, distribution"),
     "ratio": (ratios_to_baseline, "This version divided by the baseline, cell by cell (one value each, no interval)"),
 }
-
-
-def render(canvas: Canvas, name: str) -> tuple[bytes, str]:
-    """The figure as PNG bytes and as SVG text, both free of dates."""
-    png, svg = io.BytesIO(), io.StringIO()
-    canvas.savefig(png, format="png", dpi=PNG_DPI, metadata={"Software": None})
-    with matplotlib.rc_context({"svg.hashsalt": f"sparkinfer-{name}"}):
-        canvas.savefig(svg, format="svg", metadata={"Date": None})
-    return _palette(png), svg.getvalue()
-
-
-def _palette(png: io.BytesIO) -> bytes:
-    """The picture with a palette: lines and text need few colours, and it is a third as large."""
-    small = io.BytesIO()
-    picture = Image.open(png).convert("RGB").quantize(PNG_COLOURS, dither=Image.Dither.NONE)
-    picture.save(small, format="PNG", optimize=True)
-    return small.getvalue()
 
 
 def draw_all(figures: Figures) -> dict[str, tuple[bytes, str, str]]:

@@ -207,8 +207,7 @@ def write_out(
         seen = len({point.cell for point in points if point.fitted})
         how = f"cost model fitted on {seen} of the cells" if seen else "each cell from a cost model of the others"
         title = f"{recorded.run}\n{recorded.model}: simulated against measured, {how}"
-        for suffix in ("png", "svg"):
-            compare.plot(points, title, folder / f"simulation.{suffix}")
+        compare.plot(points, title, folder / "simulation")
 
 
 @ends_with_its_reader

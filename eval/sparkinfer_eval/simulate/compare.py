@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +9,14 @@ from pathlib import Path
 
 import matplotlib
 
-from sparkinfer.output import write_bytes
+from sparkinfer.output import write_bytes, write_text
 from sparkinfer.scheduling.config import SchedulerConfig
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from .. import metrics
+from ..drawing import render
 from .cost import Costs, error_of
 from .measured import CellRun, Recorded, fit_cells
 from .replay import Outcome, simulate
@@ -148,8 +148,8 @@ def pass_errors(costs: Costs, recorded: Recorded) -> str:
     return ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
 
 
-def plot(points: Sequence[Point], title: str, path: Path) -> None:
-    """Predicted over measured, logarithmic, with the band; temporary name first, then rename."""
+def plot(points: Sequence[Point], title: str, stem: Path) -> None:
+    """Predicted over measured, logarithmic, with the band, as STEM.png and STEM.svg, each by rename."""
     figure, axes = plt.subplots(1, len(JUDGED), figsize=(11, 5.2))
     for axis, (metric, stat) in zip(axes, JUDGED, strict=True):
         mine = [p for p in points if (p.metric, p.stat) == (metric, stat)]
@@ -171,7 +171,7 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
         axis.legend(fontsize=8, loc="upper left")
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix.removeprefix("."), dpi=150)
+    png, svg = render(figure, stem.name)
     plt.close(figure)
-    write_bytes(path, drawn.getvalue())
+    write_bytes(stem.with_suffix(".png"), png)
+    write_text(stem.with_suffix(".svg"), svg)
