@@ -1,7 +1,7 @@
 """Command `python -m sparkinfer_containers`: build, attest, push, pull and run the release image.
 
 Exit codes: 0 done, 1 a rebuild differs, 2 bad input, 3 the machine lacks something or signing failed, 4 a digest
-differs or a part is missing.
+differs or a part is missing, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import EnvironmentProblem, SparkinferError
-from sparkinfer.output import require_appendable, require_file, require_folder
+from sparkinfer.output import require_appendable, require_file, require_folder, write_text
 from sparkinfer_containers import attest, figures, inputs, loopback, ship
 from sparkinfer_containers.errors import SignatureProblem, UsageProblem
 from sparkinfer_containers.image import build, daemon, debs, rebuild, settings, wheels
@@ -100,10 +100,7 @@ def _rebuild_check(args: argparse.Namespace) -> int:
 
 
 def _write_record(path: Path, record: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.rename(path)
+    write_text(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 def _claims(recipe: settings.Recipe) -> dict[str, str]:
@@ -270,8 +267,8 @@ def _serve(args: argparse.Namespace) -> int:
     arguments = ["serve", f"/models/{model.name}", *args.arguments]
     trace, writable = passed.get("SPARKINFER_STEP_TRACE"), None
     if trace:
+        require_appendable(Path(trace), "SPARKINFER_STEP_TRACE:")
         writable = Path(trace).resolve().parent
-        require_folder(writable, "SPARKINFER_STEP_TRACE: the folder")
         passed["SPARKINFER_STEP_TRACE"] = f"{SHARED}/{Path(trace).name}"
     with start(
         args.unpacked, Path("/dev/stderr"), environment=passed, models=model.parent, writable=writable,
@@ -428,6 +425,9 @@ def main(argv: list[str] | None = None) -> int:
     except SparkinferError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise

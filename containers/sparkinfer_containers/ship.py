@@ -19,7 +19,7 @@ import httpx
 from sparkinfer.errors import EnvironmentProblem
 from sparkinfer.output import require_folder
 from sparkinfer_containers import inputs, loopback
-from sparkinfer_containers.errors import DigestProblem
+from sparkinfer_containers.errors import DigestProblem, UsageProblem
 from sparkinfer_containers.image.daemon import Daemon, pull
 from sparkinfer_containers.image.folders import working
 from sparkinfer_containers.image.run import Container, command, unpack_image
@@ -142,6 +142,11 @@ def ship(
     # Before the work: what is asked for only at its end.
     record, layout, timings = inputs.image_record(image, "reference", "name"), Layout(image / "layout"), Timings()
     layout.image()
+    tag = Reference.parse(record["reference"]).tag
+    if not tag or not isinstance(record.get("unpacked_bytes"), int):
+        raise UsageProblem(
+            f"{image / 'image.json'} lacks a tag or unpacked_bytes: a folder that `build` made is expected"
+        )
     root = trusted_root or default_folder() / "trusted_root.json"
     trust_root(root)
     if not uses_daemon(device):
@@ -149,7 +154,7 @@ def ship(
     require_folder(work.parent, "--work: the folder")
     working(work)
     with loopback.registry(work / "registry") as host:
-        reference = Reference.parse(f"{host}/{record['name']}:{record['reference'].rsplit(':', 1)[1]}")
+        reference = Reference.parse(f"{host}/{record['name']}:{tag}")
         with timings.step("push"):
             digest = push(layout, reference)
         with timings.step("verify"):

@@ -140,7 +140,8 @@ def _from_file(path: Path) -> TrustRoot:
         if len({kind for kind, _ in _keys(root)}) < 4:
             raise UsageProblem(f"{path} lacks a certificate authority, a timestamp authority or the key of a log")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SigstoreError) as error:
-        raise UsageProblem(f"{path} is not a sigstore trusted_root.json: {error}") from error
+        said = "; ".join(line.strip() for line in str(error).splitlines()[:3])  # a validator's go on for pages
+        raise UsageProblem(f"{path} is not a sigstore trusted_root.json: {said}") from error
     if len(hosts) == 1 and hosts[0].endswith(PRIVATE_SUFFIX):
         return TrustRoot("private", root, f"https://{hosts[0]}/release", f"https://oidc.{hosts[0]}", prefix=False)
     if _keys(root) <= _keys(ClientTrustConfig.production(offline=True).trusted_root):

@@ -30,6 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "image.json").write_text("[]")
+    (tmp_path / "object").write_text("{}")
 
     def begun(*_: Any, **__: Any) -> None:
         raise AssertionError("the work began")
@@ -71,6 +72,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("sign-report empty --raw none", 2, "--raw none is no folder"),
         ("pull 127.0.0.1:1/x:1 file", 2, "file exists and is no folder"),
         ("pull 127.0.0.1:1/x:1 file/x", 2, "output: the folder"),
+        ("trust-config empty", 2, "empty is not a regular file"),
+        ("trust-config junk/image.json", 2, "junk/image.json is not a sigstore trusted_root.json"),
+        ("trust-config object", 2, "object is not a sigstore trusted_root.json"),
         ("figures --scratch file --output o", 2, "--scratch file"),
         ("figures --scratch s --output file", 2, "--output file"),
         ("figures --scratch s --output o --model none", 2, "--model none is no folder"),
@@ -109,7 +113,7 @@ def _image(place: Path, toy: Callable[..., Layout]) -> tuple[Path, Layout]:
     folder.mkdir()
     layout = toy(folder / "layout")
     fields = dict.fromkeys(("commit", "variant", "name", "source_digest"), "x")
-    record = {**fields, "variant": "cpu", "name": "sparkinfer-qwen38", "reference": "h/n:1"}
+    record = {**fields, "variant": "cpu", "name": "sparkinfer-qwen38", "reference": "h/n:1", "unpacked_bytes": 1}
     (folder / "image.json").write_text(json.dumps({**record, "digest": layout.image().digest}))
     return folder, layout
 
@@ -122,6 +126,64 @@ def test_ship_asks_for_its_trust_root_and_record_first(place: Path, toy: Any, ca
     assert cli.main([*command, "file"]) == 2
     assert "file is not a sigstore trusted_root.json" in capsys.readouterr().err
     assert (place / "w" / "mine").exists()
+
+
+@pytest.mark.parametrize("layout", [None, ()])
+def test_ship_without_a_layout(place: Path, toy: Any, layout: Any, capsys: Any) -> None:
+    folder, _ = _image(place, toy)
+    shutil.rmtree(folder / "layout")
+    if layout is not None:
+        (folder / "layout").mkdir()
+    assert cli.main(["ship", "image", "--model", "empty", "--work", "w", "--record", "r.json"]) == 2
+    assert "image/layout is not an OCI layout" in capsys.readouterr().err
+    assert not (place / "w").exists()
+
+
+@pytest.mark.parametrize("change", [{"unpacked_bytes": None}, {"reference": "h/n"}])
+def test_ship_asks_first_for_what_it_records_last(place: Path, toy: Any, change: Any, capsys: Any) -> None:
+    folder, _ = _image(place, toy)
+    path = folder / "image.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert cli.main(["ship", "image", "--model", "empty", "--work", "w", "--record", "r.json"]) == 2
+    assert "image.json lacks a tag or unpacked_bytes" in capsys.readouterr().err
+    assert not (place / "w").exists()
+
+
+def test_revision_is_sought_before_anything_is_fetched(place: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+
+    def begun(*_: Any, **__: Any) -> None:
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr(build.debs, "fetch", begun)
+    monkeypatch.setattr(build.wheels, "fetch", begun)
+    command = ["build", "--output", "b", "--deb-cache", "d", "--wheel-cache", "e", "--revision", "none"]
+    assert cli.main(command) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: --revision none is no commit of ")
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("trace", ["none/steps.jsonl", "file/steps.jsonl", "empty"])
+def test_step_trace_of_serve_that_cannot_be_written(place: Path, monkeypatch: Any, trace: str, capsys: Any) -> None:
+    def begun(*_: Any, **__: Any) -> None:
+        raise AssertionError("the container began")
+
+    monkeypatch.setattr(cli, "start", begun)
+    monkeypatch.setenv("SPARKINFER_STEP_TRACE", trace)
+    _unpacked(place / "unpacked")
+    assert cli.main(["serve", "--unpacked", "unpacked", "empty", "--port", "1"]) == 2
+    assert f"SPARKINFER_STEP_TRACE: {trace}" in capsys.readouterr().err
+
+
+def test_interrupted(place: Path, monkeypatch: Any, capsys: Any) -> None:
+    def interrupt(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "trust_root", interrupt)
+    assert cli.main(["trust-config", "file"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
 
 
 def test_rebuild_check_asks_for_its_record_first(place: Path, toy: Any, capsys: Any) -> None:
@@ -163,6 +225,9 @@ def _unpacked(folder: Path) -> Path:
         ("config.json", None),
         ("config.json", b"[]"),
         ("config.json", b'{"config": 5}'),
+        ("config.json", b'{"config": {"Entrypoint": ["x"], "User": "1:1", "Env": []}}'),
+        ("container.json", b"{"),
+        ("container.json", b'{"device": "cpu"}'),
         ("config.json", b"\xff"),
         ("root", None),
     ],

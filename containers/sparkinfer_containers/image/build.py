@@ -166,11 +166,12 @@ def build(
     The project's own files are those of `revision`; recipe and locks are the working tree's, and their digests are in
     the provenance.
 
-    Returns the content of image.json. Raises ConfigError when `output` exists; EnvironmentProblem when a package or a
-    program is missing. The folder appears by rename, complete.
+    Returns the content of image.json. Raises ConfigError when `output` exists or `revision` does not,
+    EnvironmentProblem when a package or a program is missing. The folder appears by rename, complete.
     """
     if output.exists():
         raise ConfigError(f"{output} exists: remove it or choose another --output")
+    wheels.require_revision(repository, revision)
     output.parent.mkdir(parents=True, exist_ok=True)
     place = (scratch or output.parent).absolute()  # programs run in other folders
     place.mkdir(parents=True, exist_ok=True)

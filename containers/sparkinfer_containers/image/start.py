@@ -18,9 +18,14 @@ def require_image(folder: Path) -> str:
     try:
         digest = (folder / DIGEST_FILE).read_text(encoding="ascii").strip()
         bare_sha256(digest)
-        if not (folder / daemon.MARKER).is_file():
+        if (folder / daemon.MARKER).is_file():
+            held = json.loads((folder / daemon.MARKER).read_text(encoding="utf-8"))
+            if not all(held[name] for name in ("runtime", "identifier", "device")):
+                raise ValueError("what its runtime holds is not told")
+        else:
             settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
-            if not (folder / "root").is_dir() or not settings["Entrypoint"] or not settings["User"]:
+            wanted = all(settings[name] for name in ("Entrypoint", "User", "WorkingDir"))
+            if not (folder / "root").is_dir() or not wanted or not isinstance(settings["Env"], list):
                 raise ValueError("its root or its settings are missing")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DigestProblem(f"{folder} holds no image ({error}): `unpack` or `pull` one first") from error

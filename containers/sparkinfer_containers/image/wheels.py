@@ -186,6 +186,15 @@ def inputs(recipe: Recipe) -> list[str]:
     return [*SOURCES, "containers/image.toml", *named]
 
 
+def require_revision(repository: Path, revision: str) -> None:
+    """Raises ConfigError unless `revision` names a commit of `repository`."""
+    git = [need("git"), "-C", str(repository)]
+    try:
+        run([*git, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"])
+    except EnvironmentProblem as error:
+        raise ConfigError(f"--revision {revision} is no commit of {repository}: name one of a git checkout") from error
+
+
 def commit_of(repository: Path, recipe: Recipe, revision: str = "HEAD") -> tuple[str, int]:
     """Id and time (unix seconds) of the last commit up to `revision` that changed what goes into the image.
 
