@@ -140,8 +140,15 @@ The weights are under Apache-2.0. They were trained on text of these packages, u
 """
 
 
+def _note(folder: Path, acceptance: dict[str, Any]) -> str:
+    """What is said below a drafter's figures: `note.md`, which may change while the model's digest, of which
+    `acceptance.json` is part, stays; else that file's own note."""
+    path = folder / "note.md"
+    return path.read_text().strip() if path.is_file() else acceptance.get("note", "")
+
+
 def drafter_card(folder: Path, target: str, run: dict[str, str]) -> str:
-    """README of a drafter; reads `acceptance.json`."""
+    """README of a drafter; reads `acceptance.json` and `note.md`."""
     config, log = DrafterConfig.from_hf(folder), _last_log(folder)
     acceptance, recipe = _read(folder / "acceptance.json"), _read(folder / "recipe.json")
     _check_weights(folder, acceptance, "drafter_sha256", "acceptance.json")
@@ -166,7 +173,7 @@ them questions, up to {acceptance["tokens"]} tokens each, float32 on a CPU:
 |---|---|---|---|---|
 {rows}
 
-{acceptance.get("note", "")}
+{_note(folder, acceptance)}
 
 ![training curve](training_curve.png)
 

@@ -52,6 +52,12 @@ def test_figures_are_of_these_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
+def test_a_drafter_s_card_has_its_note(name: str) -> None:
+    folder = MODELS / f"{name}-dflash2"
+    assert (folder / "note.md").read_text() in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", TARGETS)
 def test_cards_say_how_much_samples_repeat_themselves(name: str) -> None:
     sentence = read_line(MODELS / name / "samples.md")
     assert re.match(r"Of \d+ answers sampled .*, \d+ end in a phrase .* [\d.]+% of their 4-grams", sentence)
