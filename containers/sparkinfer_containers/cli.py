@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -173,6 +174,12 @@ def _image_statements(folder: Path, record: dict[str, Any], builder: str | None 
     return [statement(name, record["digest"], PROVENANCE, provenance), statement(name, record["digest"], SBOM, sbom)]
 
 
+def _command_line(argv: list[str]) -> str:
+    """The command as it was given; of paths that only this machine has, the last name."""
+    short = (Path(part).name if part.startswith("/") else part for part in argv)
+    return shlex.join(["python", "-m", "sparkinfer_containers", *short])
+
+
 def _figures(args: argparse.Namespace) -> int:
     recipe = settings.load(args.repository, args.variant)
     if args.model:
@@ -186,7 +193,7 @@ def _figures(args: argparse.Namespace) -> int:
         with credentials("private", claims=_claims(recipe)) as held:
             attest.sign_and_attach(layout, layout.image(), _image_statements(folder, record), held)
 
-    made = figures.measure(recipe, args.repository.absolute(), args.model, args.scratch, sign_image, args.shown)
+    made = figures.measure(recipe, args.repository.absolute(), args.model, args.scratch, sign_image, args.shown or _command_line(args.argv))
     figures.write(made, args.output)
     return 0
 
@@ -370,7 +377,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--model", type=_path, help="folder that the pulled image serves (default: it is only examined)")
     made.add_argument("--scratch", type=_path, required=True, help="folder for temporary files")
     made.add_argument("--output", type=_path, required=True, help="folder that gets README.md and figures.json")
-    made.add_argument("--shown", default="python -m sparkinfer_containers figures", help="command that the page names")
+    made.add_argument("--shown", help="command that the page names (default: this one)")
     made = add("find-report", _find_report, "print the report folder that a release of this image publishes", sourced)
     made.add_argument("image", type=_path)
     made = add("sign-report", _sign_report, "sign a report folder", signing)
@@ -420,6 +427,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = _parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     try:
         return int(args.run(args))
     except SparkinferError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sparkinfer_containers import figures
+from sparkinfer_containers import cli, figures
 from sparkinfer_containers.image import settings
 from sparkinfer_eval.report.document import to_markdown
 
@@ -35,6 +35,17 @@ def test_page_of_the_cuda_image_follows_from_its_figures() -> None:
         assert made["seconds"][step] < limit
     assert "sparkinfer doctor in the image" in made["seconds"]
     assert (RECORDED / "cuda13.md").read_text() == to_markdown(figures.blocks(made))
+
+
+def test_the_page_names_the_command_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(cli.figures, "measure", lambda *given: seen.append(given[-1]))
+    monkeypatch.setattr(cli.figures, "write", lambda *_: None)
+    given = ["figures", "--variant", "cuda13", "--scratch", str(tmp_path / "work"), "--output", "a folder"]
+    assert cli.main(given) == 0
+    assert cli.main([*given, "--shown", "snakemake x"]) == 0
+    wanted = "python -m sparkinfer_containers figures --variant cuda13 --scratch work --output 'a folder'"
+    assert seen == [wanted, "snakemake x"]
 
 
 @pytest.mark.parametrize(("verify_s", "differ", "said"), [(10.5, [], "verify took"), (1.0, ["layer 1: x"], "differs")])
