@@ -120,7 +120,7 @@ def test_state_machine_runs_ten_thousand_steps() -> None:
         ),
     )
     print(", ".join(f"{value} {name}" for name, value in SchedulerMachine.seen.items()))
-    assert SchedulerMachine.seen["steps"] >= min(10_000, 30 * EXAMPLES)
+    assert SchedulerMachine.seen["steps"] >= (10_000 if EXAMPLES >= 300 else 30 * EXAMPLES)
     wanted = ("hit tokens", "preemptions", "evictions", "moves to host", "accepted drafts", "rejected drafts")
     untouched = [name for name in wanted if not SchedulerMachine.seen[name]]
     assert not untouched, f"never happened: {untouched}"
