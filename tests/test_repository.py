@@ -31,6 +31,16 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 
+def test_the_tracked_tree_stays_below_28_mib():
+    assert sum(path.lstat().st_size for path in tracked()) < 28 * 2**20
+
+
+def test_raw_records_of_a_report_stay_below_4_mib():
+    records = {path for path in tracked() if path.name == "requests.parquet"}
+    assert records
+    assert {path for path in records if path.stat().st_size >= 4 * 2**20} == set()
+
+
 def run_python(program: str) -> str:
     """Run a program from the repository's root, as a user would: the root is on sys.path."""
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)

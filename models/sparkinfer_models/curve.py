@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 from sparkinfer.errors import ConfigError
+
+COLOURS = 64
 
 
 def draw_curve(folder: Path) -> Path:
@@ -14,6 +17,7 @@ def draw_curve(folder: Path) -> Path:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from PIL import Image
 
     path = folder / "training_log.jsonl"
     if not path.is_file():
@@ -37,7 +41,10 @@ def draw_curve(folder: Path) -> Path:
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
     figure.tight_layout()
-    out = folder / "training_curve.png"
-    figure.savefig(out, metadata={"Software": None})
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", metadata={"Software": None})
     pyplot.close(figure)
+    out = folder / "training_curve.png"
+    # With a palette: lines and text need few colours, and it is a third as large.
+    Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(out, optimize=True)
     return out
