@@ -220,7 +220,7 @@ def test_bad_shapes_are_named():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("hk", "hv"), [(16, 48), (16, 32)])
-def test_real_heads(hk, hv):
+def test_fla_640_983_984_real_heads(hk, hv):
     layer = make_layer(hk, hv, SLOTS, 8, DEVICE)
     prefill(layer, [(0, 300, 3), (1000, 129, 1), (64, 1, 0)], [(0, 256), (0, 299), (1, 1024), (1, 1100)], padding=7)
     workspace = make_decode_workspace(8, hk, DEVICE)
@@ -236,23 +236,31 @@ def test_real_heads(hk, hv):
             assert torch.equal(layer.window[slot], window[-1].bfloat16())
 
 
-@pytest.mark.gpu
+SMALL = [(1, 20, 4), (0, 66, 1)], [(0, 16), (1, 64), (1, 66)]
+"""What the interpreter can run of a case with every launch parameter: sequences and checkpoints."""
+ON_CARD = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("heads", [(1, 2), pytest.param((2, 6), marks=ON_CARD)], ids=str)
 @pytest.mark.parametrize("columns", [16, 32, 64, 128])
-def test_every_width_of_the_scan(columns):
+def test_fla_640_983_984_every_width_of_the_scan(columns, heads):
     shipped = tuning_for(torch.device(DEVICE))
     scan = replace(shipped.scan, block=columns, narrow=columns // 2 if columns > 16 else 0)
     checkpoint = replace(shipped.checkpoint, block=columns)
     tuning = replace(shipped, scan=scan, checkpoint=checkpoint)
-    prefill(make_layer(2, 6, SLOTS, 8, DEVICE), RAGGED[0], MARKS[0], tuning=tuning)
+    sequences, wanted = (RAGGED[0], MARKS[0]) if DEVICE == "cuda" else SMALL
+    prefill(make_layer(*heads, SLOTS, 8, DEVICE), sequences, wanted, tuning=tuning)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("entry", sorted(tunings()))
-@pytest.mark.parametrize(("hk", "hv"), [(2, 6), (16, 48), (16, 32)])
-def test_every_entry_of_the_tuning_table(entry, hk, hv):
+@pytest.mark.parametrize(
+    ("hk", "hv"), [(1, 2), *(pytest.param(*heads, marks=ON_CARD) for heads in [(2, 6), (16, 48), (16, 32)])]
+)
+def test_fla_640_983_984_every_entry_of_the_tuning_table(entry, hk, hv):
     """Prefill, and decoding of few rows and of many, as each entry launches them."""
     tuning = tunings()[entry]
-    prefill(make_layer(hk, hv, SLOTS, 8, DEVICE), RAGGED[1], MARKS[1], tuning=tuning)
+    sequences, wanted = (RAGGED[1], MARKS[1]) if DEVICE == "cuda" else SMALL
+    prefill(make_layer(hk, hv, SLOTS, 8, DEVICE), sequences, wanted, tuning=tuning)
     layer, workspace = make_layer(hk, hv, 20, 9, DEVICE), make_decode_workspace(16, hk, DEVICE)
     for slots in ([4, 2, 19], [*range(16)]):
         proj = make_proj(layer, len(slots), 10 + len(slots))
@@ -270,22 +278,26 @@ def test_every_entry_of_the_tuning_table(entry, hk, hv):
 class RaggedStep:
     """A step of up to 6 decode rows and up to 4 prompts in 320 rows, everything on the device at fixed addresses."""
 
-    rows, sequences, tokens, wanted = 6, 4, 320, 5
+    rows, sequences, wanted = 6, 4, 5
 
-    def __init__(self) -> None:
-        self.layer = make_layer(2, 6, 12, 21, DEVICE)
+    def __init__(self, hk: int = 2, hv: int = 6, longest: int = 80) -> None:
+        self.heads, self.longest, self.tokens = Heads(hk, hv), longest, self.sequences * longest
+        self.layer = make_layer(hk, hv, 12, 21, DEVICE)
         self.proj = make_proj(self.layer, self.rows + self.tokens, 22)
         self.decode_slots, self.slots = ints([11] * self.rows), ints([11] * self.sequences)
         self.edges, self.starts = ints([0] * (self.sequences + 1)), ints([0] * self.sequences)
         self.checkpoints = Checkpoints(
             ints([-1] * self.wanted),
             ints([0] * self.wanted),
-            torch.zeros(self.wanted, 6, D, D, device=DEVICE),
+            torch.zeros(self.wanted, hv, D, D, device=DEVICE),
             torch.zeros(self.wanted, 3, self.layer.channels, dtype=torch.bfloat16, device=DEVICE),
         )
-        self.tickets = make_decode_workspace(self.rows, 2, DEVICE)
-        self.workspace = make_prefill_workspace(self.tokens, self.sequences, Heads(2, 6), DEVICE)
-        self.out = torch.zeros(self.rows + self.tokens, 6 * D, dtype=torch.bfloat16, device=DEVICE)
+        self.new_workspaces()
+        self.out = torch.zeros(self.rows + self.tokens, hv * D, dtype=torch.bfloat16, device=DEVICE)
+
+    def new_workspaces(self) -> None:
+        self.tickets = make_decode_workspace(self.rows, self.heads.key, DEVICE)
+        self.workspace = make_prefill_workspace(self.tokens, self.sequences, self.heads, DEVICE)
 
     def run(self) -> None:
         layer, n = self.layer, self.rows
@@ -304,7 +316,7 @@ class RaggedStep:
         slots = torch.randperm(11, generator=g).tolist()
         decode = int(torch.randint(0, self.rows + 1, (1,), generator=g))
         prompts = int(torch.randint(0, self.sequences + 1, (1,), generator=g))
-        lengths = [int(torch.randint(1, 80, (1,), generator=g)) for _ in range(prompts)]
+        lengths = [int(torch.randint(1, self.longest, (1,), generator=g)) for _ in range(prompts)]
         starts = [int(torch.randint(0, 3, (1,), generator=g)) * 37 for _ in range(prompts)]
         empty = self.sequences - prompts
         self.decode_slots.copy_(ints(slots[:decode] + [11] * (self.rows - decode)))
@@ -322,8 +334,32 @@ class RaggedStep:
         return [self.layer.state, self.layer.window, self.out, saved.state, saved.window]
 
 
+def test_flashinfer_3329_ragged_steps_leave_nothing_in_their_workspaces():
+    """What a replay must not depend on, where there is no graph: a step over workspaces that others used does, bit for
+    bit, what it does over new ones; tickets are back at zero, slots outside the step keep every bit."""
+    step, g = RaggedStep(1, 2, 24), torch.Generator().manual_seed(23)
+    for _ in range(4):
+        used = step.draw(g)
+        before = [tensor.clone() for tensor in step.tensors()]
+        step.run()
+        assert (step.tickets.tickets == 0).all()
+        expected = [tensor.clone() for tensor in step.tensors()]
+        for tensor, old in zip(step.tensors(), before, strict=True):
+            tensor.copy_(old)
+        kept = step.tickets, step.workspace
+        step.new_workspaces()
+        step.run()
+        step.tickets, step.workspace = kept
+        for tensor, wanted in zip(step.tensors(), expected, strict=True):
+            assert torch.equal(tensor, wanted)
+        idle = sorted(set(range(12)) - used)
+        assert torch.equal(step.layer.state[idle], before[0][idle])
+        assert torch.equal(step.layer.window[idle], before[1][idle])
+        assert torch.isfinite(step.out).all()
+
+
 @pytest.mark.gpu
-def test_five_hundred_ragged_replays():
+def test_flashinfer_3329_five_hundred_ragged_replays():
     """Replays of one graph over changing lengths and slots do, bit for bit, what launches do, and end in time; slots
     outside a step and the dummy keep every bit."""
     step, g = RaggedStep(), torch.Generator().manual_seed(23)
