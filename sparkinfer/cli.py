@@ -17,6 +17,7 @@ from sparkinfer.settings import Settings, default_text, flag_name, resolve
 from sparkinfer.settings_check import env_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+HUB = "OWNER/NAME@COMMIT of the Hugging Face hub"
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -24,10 +25,10 @@ def _serve_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = commands.add_parser(
         "serve",
         help="serve a model over an OpenAI-compatible HTTP API",
-        description="Serve a model folder over an OpenAI-compatible HTTP API (docs/api.md). Every setting is also an "
+        description="Serve a model over an OpenAI-compatible HTTP API (docs/api.md). Every setting is also an "
         "environment variable (docs/settings.md); the flag wins.",
     )
-    parser.add_argument("model", metavar="MODEL", help="model folder: config.json, *.safetensors, tokenizer.json")
+    parser.add_argument("model", metavar="MODEL", help=f"folder with config.json, *.safetensors, tokenizer.json, or {HUB}")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="arithmetic; auto: the checkpoint's own")
@@ -80,7 +81,7 @@ def _quantize_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         description="Quantise a checkpoint piece by piece (docs/quantization.md): memory does not grow with its size, "
         "and a run that was killed goes on where it was.",
     )
-    parser.add_argument("source", metavar="SRC", help="folder of a BF16, FP16 or FP32 checkpoint, or hub id@commit")
+    parser.add_argument("source", metavar="SRC", help=f"folder of a BF16, FP16 or FP32 checkpoint, or {HUB}")
     parser.add_argument("target", metavar="DST", help="folder to write; an unfinished run is taken up again")
     parser.add_argument("--format", choices=("nvfp4", "fp8"), required=True, help="of linear layers")
     parser.add_argument(
@@ -131,16 +132,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sparkinfer {sparkinfer.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _serve_parser(commands)
-    chat = commands.add_parser("chat", help="chat in the terminal with a running server, or with a model folder")
+    chat = commands.add_parser("chat", help="chat in the terminal with a running server, or with a model")
     chat.add_argument(
-        "target", metavar="MODEL|URL", help="http://host:port of a server, or a model folder to serve first"
+        "target", metavar="MODEL|URL", help=f"http://host:port of a server, or a model to serve first: a folder, or {HUB}"
     )
     chat.add_argument("--system", help="system message")
     chat.add_argument("--temperature", type=float, default=0.7)
     chat.add_argument("--max-tokens", type=int, default=512)
     chat.set_defaults(run=_chat)
-    doctor = commands.add_parser("doctor", help="check this machine, and a model folder, for serving")
-    doctor.add_argument("model", metavar="MODEL", nargs="?", help="model folder to check too")
+    doctor = commands.add_parser("doctor", help="check this machine, and a model, for serving")
+    doctor.add_argument("model", metavar="MODEL", nargs="?", help=f"model to check too: a folder, or {HUB}")
     doctor.set_defaults(run=_doctor)
     _quantize_parser(commands)
     commands.add_parser("bench", help="measure the engine without a server", add_help=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkinfer import cli
 from sparkinfer.errors import ConfigError
 from sparkinfer.settings import Settings, page, resolve
 
@@ -89,6 +90,15 @@ def test_help_names_every_setting() -> None:
     for name in Settings().as_dict():
         assert name in text
         assert "--" + name.removeprefix("SPARKINFER_").lower().replace("_", "-") in text
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "doctor", "quantize"])
+def test_help_names_both_forms_of_a_model(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "folder" in text
+    assert "OWNER/NAME@COMMIT of the Hugging Face hub" in text
 
 
 def test_import_needs_no_torch() -> None:
