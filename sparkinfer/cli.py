@@ -28,7 +28,7 @@ def _serve_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Serve a model over an OpenAI-compatible HTTP API (docs/api.md). Every setting is also an "
         "environment variable (docs/settings.md); the flag wins.",
     )
-    parser.add_argument("model", metavar="MODEL", help=f"folder with config.json, *.safetensors, tokenizer.json, or {HUB}")
+    parser.add_argument("model", metavar="MODEL", help=f"folder: config.json, *.safetensors, tokenizer.json; or {HUB}")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="arithmetic; auto: the checkpoint's own")
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     _serve_parser(commands)
     chat = commands.add_parser("chat", help="chat in the terminal with a running server, or with a model")
     chat.add_argument(
-        "target", metavar="MODEL|URL", help=f"http://host:port of a server, or a model to serve first: a folder, or {HUB}"
+        "target", metavar="MODEL|URL", help=f"http://host:port of a server, or a model to serve: a folder, or {HUB}"
     )
     chat.add_argument("--system", help="system message")
     chat.add_argument("--temperature", type=float, default=0.7)
