@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "models")]
+sys.path[:0] = [str(ROOT), str(ROOT / "eval"), str(ROOT / "models")]
 
 from sparkinfer_models.vllm_acceptance import main  # noqa: E402
 

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from sparkinfer.errors import ConfigError
-from sparkinfer.identity import file_sha256
 from sparkinfer_models.checkpoint import load_network
 from sparkinfer_models.dataset import read_stream
 from sparkinfer_models.drafter import load_drafter
-from sparkinfer_models.measured import GREEDY, prompts_digest
+from sparkinfer_models.measured import GREEDY, origin, prompts_digest
 from sparkinfer_models.rollout import prompts
 from sparkinfer_models.speculate import Decoded, Speculator, plain_decode
 from sparkinfer_models.speculate_batched import BatchedSpeculator
@@ -165,8 +164,7 @@ def measure(args: argparse.Namespace) -> None:
             "selector": not args.no_selector,
             "draft_sample_method": GREEDY if args.greedy_drafts else "shared noise",
             "prompts_sha256": prompts_digest(rows),
-            "target_sha256": file_sha256(args.target / "model.safetensors"),
-            "drafter_sha256": file_sha256(args.drafter / "model.safetensors"),
+            **origin(args.target, args.drafter, args.argv),
             "ignore_stop": args.ignore_stop,
             "device": device.type,
             "rows": results,

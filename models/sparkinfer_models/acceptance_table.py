@@ -20,6 +20,8 @@ from sparkinfer.errors import ConfigError
 
 SHARED = ("tokens", "target", "drafter", "ignore_stop", "draft_sample_method", "prompts_sha256")
 """What two measurements must have in common. A document without one of these cannot be compared: it says nothing."""
+WEIGHTS = ("target_sha256", "drafter_sha256")
+"""What they must have in common where both say it."""
 LIMIT = 2.64
 """Standard errors. Six comparisons (two models, three temperatures) at a joint level of 5 %: Bonferroni."""
 
@@ -38,7 +40,7 @@ class Difference:
     @property
     def z(self) -> float:
         """The difference in standard errors."""
-        return self.difference / self.error if self.error else math.inf * (self.difference != 0)
+        return self.difference / self.error if self.error else math.inf if self.difference else 0.0
 
 
 def residuals(sums: np.ndarray) -> tuple[float, np.ndarray]:
@@ -79,6 +81,11 @@ def compare(args: argparse.Namespace) -> int:
                 raise ConfigError(f"{path} does not say its {name}: measure it again")
         if first.get(name) != second.get(name):
             raise ConfigError(f"{name} is {first.get(name)!r} in one and {second.get(name)!r} in the other")
+    for name in WEIGHTS:
+        # Documents of vLLM did not say these at first.
+        digests = {document.get(name) for document in (first, second)} - {None}
+        if len(digests) > 1:
+            raise ConfigError(f"{name} differs: the two were measured with other weights")
     rows = {row["temperature"]: row for row in second["rows"]}
     shared = [row for row in first["rows"] if row["temperature"] in rows]
     if not shared:

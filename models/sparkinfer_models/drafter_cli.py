@@ -93,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     _add_run(commands)
     add_measure(commands)
     args = parser.parse_args(argv)
+    args.argv = ["train_drafter.py", *(sys.argv[1:] if argv is None else argv)]
     try:
         {"run": _run, "measure": measure}[args.command](args)
     except SparkinferError as error:

@@ -24,7 +24,7 @@ from typing import Any
 from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
 from sparkinfer_models.acceptance_table import add_compare, compare
-from sparkinfer_models.measured import GREEDY, prompts_digest
+from sparkinfer_models.measured import GREEDY, origin, prompts_digest
 from sparkinfer_models.vllm_server import Server, causes, end_group, free_port, launch, server_command
 
 DRAFTS = 7
@@ -225,17 +225,6 @@ def started(args: argparse.Namespace) -> Iterator[Server]:
         process.wait()
 
 
-def portable(command: Sequence[str]) -> list[str]:
-    """A command line without the paths of the machine it ran on: names of programs and folders stay."""
-
-    def short(part: str) -> str:
-        if part.startswith("{"):
-            return json.dumps({k: short(v) if isinstance(v, str) else v for k, v in json.loads(part).items()})
-        return Path(part).name if part.startswith("/") else part
-
-    return [short(part) for part in command]
-
-
 def document(
     server: Server, target: Path, drafter: Path, rows: list[dict[str, Any]], **facts: object
 ) -> dict[str, Any]:
@@ -272,9 +261,10 @@ def run(args: argparse.Namespace) -> None:
             rows.append(measure(server, prompts, args.tokens, temperature, args.at_once))
             print(json.dumps({key: value for key, value in rows[-1].items() if key != "sums"}), flush=True)
         if args.json:
-            facts = {"dtype": args.dtype, "drafts": args.drafts, "tokens": args.tokens}
+            facts: dict[str, Any] = {"dtype": args.dtype, "drafts": args.drafts, "tokens": args.tokens}
             facts["draft_sample_method"] = "probabilistic" if args.probabilistic else GREEDY
             facts["prompts_sha256"] = prompts_digest(prompts)
+            facts |= origin(args.target, args.drafter, args.argv)
             write_document(args.json, document(server, args.target, args.drafter, rows, **facts))
 
 
@@ -323,6 +313,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code: 1 they differ, 2 bad input, 3 vLLM cannot be had."""
     args = parser().parse_args(argv)
+    args.argv = ["vllm_acceptance.py", *(sys.argv[1:] if argv is None else argv)]
     try:
         return {"prompts": write_prompts, "run": run, "compare": compare}[args.command](args) or 0
     except SparkinferError as error:

@@ -25,7 +25,7 @@ from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer_models import vllm_acceptance as acceptance
-from sparkinfer_models.measured import GREEDY, prompts_digest
+from sparkinfer_models.measured import GREEDY, origin, portable, prompts_digest
 from sparkinfer_models.vllm_server import EAGER, Server, causes, end_group, free_port, launch, server_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -257,10 +257,11 @@ def _measure_acceptance(running: Running, options: argparse.Namespace) -> str:
         begun = time.monotonic()
         row = acceptance.measure(running.server, prompts, TOKENS, temperature, AT_ONCE)
         rows.append(row)
-        facts = {"dtype": "bfloat16", "drafts": acceptance.DRAFTS, "tokens": TOKENS}
+        facts: dict[str, Any] = {"dtype": "bfloat16", "drafts": acceptance.DRAFTS, "tokens": TOKENS}
         facts |= {"draft_sample_method": GREEDY, "prompts_sha256": prompts_digest(prompts)}
-        facts["command"] = shlex.join(acceptance.portable(running.command))
+        facts["command"] = shlex.join(portable(running.command))
         folder = options.models / f"{target}-dflash2"
+        facts |= origin(options.models / target, folder, options.argv)
         content = acceptance.document(running.server, options.models / target, folder, rows, **facts)
         acceptance.write_document(path, content)
         shown = {key: value for key, value in row.items() if key != "sums"}
@@ -389,6 +390,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code: 2 bad input, 3 a server cannot be had, 75 `wait` ended first."""
     options = parser().parse_args(argv)
+    options.argv = ["vllm_checks.py", *(sys.argv[1:] if argv is None else argv)]
     options.state = options.state.absolute()
     try:
         commands = {"prepare": prepare, "start": start, "wait": wait, "measure": measure, "stop": stop, "judge": judge}

@@ -14,6 +14,8 @@ from sparkinfer_models.drafter_cli import main
 from sparkinfer_models.speculate import Speculator, gumbel_noise
 from sparkinfer_models.speculate_batched import BatchedSpeculator, gumbel_rows
 
+from sparkinfer.identity import file_sha256
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -68,7 +70,13 @@ def test_measure_writes_the_sums_of_every_answer(tmp_path: Path, capsys: pytest.
     options = {"target": dense, "drafter": f"{dense}-dflash2", "prompts-file": prompts, "tokens": 12, "json": out}
     command = ["measure", *(str(item) for name, value in options.items() for item in (f"--{name}", value))]
     assert main([*command, "--temperatures", "0.7", "--compare", "2"]) == 0
-    (row,) = json.loads(out.read_text())["rows"]
+    document = json.loads(out.read_text())
+    (row,) = document["rows"]
+    assert document["argv"][:4] == ["train_drafter.py", "measure", "--target", "spark-tiny-dense"]
+    assert document["date"].endswith("Z")
+    assert document["machine"]["cpus_online"]
+    assert document["target_sha256"] == file_sha256(dense / "model.safetensors")
+    assert document["drafter_sha256"] == file_sha256(Path(f"{dense}-dflash2") / "model.safetensors")
     assert (row["identical"], row["compared"], len(row["sums"])) == (2, 2, 3)
     assert row["mean"] == pytest.approx(sum(a for a, _ in row["sums"]) / sum(b for _, b in row["sums"]), abs=1e-4)
     assert main([*command, "--batch", "1", "--ignore-stop"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from sparkinfer_models import vllm_acceptance, vllm_checks
 from sparkinfer_models.acceptance_table import difference
 from sparkinfer_models.checkpoint import load_network
 from sparkinfer_models.drafter import load_drafter
+from sparkinfer_models.measured import portable
 from sparkinfer_models.speculate import Speculator
 from sparkinfer_models.vllm_acceptance import Counts, main, parse_counters, summarise
 
@@ -66,6 +68,12 @@ def test_a_run_reads_answers_and_counters(
     assert main(arguments) == 0
     document = json.loads((tmp_path / "out.json").read_text())
     assert document["engine"] == "vLLM 0.30.0"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", document["date"])
+    assert document["argv"][:4] == ["vllm_acceptance.py", "run", "--target", "spark-tiny-dense"]
+    assert not [part for part in document["argv"] if "/" in part]
+    assert document["machine"]["cpus_online"]
+    for name, folder in (("target", DENSE), ("drafter", Path(f"{DENSE}-dflash2"))):
+        assert document[f"{name}_sha256"] == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     assert [row["temperature"] for row in document["rows"]] == [0.0, 0.7, 1.0]
     for row in document["rows"]:
         # Nine tokens are two verifications an answer; the warm-up's are not counted.
@@ -178,8 +186,22 @@ def test_measurements_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
         (tmp_path / "same").write_text(json.dumps({key: value for key, value in document.items() if key != name}))
         assert main(["compare", first, same]) == 2
         assert f"does not say its {name}" in capsys.readouterr().err
+    for name in ("target_sha256", "drafter_sha256"):
+        # Said by one alone it is no reason; documents of before do not say it.
+        (tmp_path / "first").write_text(json.dumps({**document, name: "1"}))
+        (tmp_path / "same").write_text(json.dumps(document))
+        assert main(["compare", first, same]) == 0
+        (tmp_path / "same").write_text(json.dumps({**document, name: "2"}))
+        assert main(["compare", first, same]) == 2
+        assert "measured with other weights" in capsys.readouterr().err
     (tmp_path / "same").write_text("{}")
     assert main(["compare", first, same]) == 2
+
+
+def test_command_lines_keep_names_and_lose_paths() -> None:
+    given = ["/a/python", "x.py", "--json=/b/out.json", "--model", "models/m", '{"model": "/c/d", "n": 7}', "{x"]
+    wanted = ["python", "x.py", "--json=out.json", "--model", "models/m", '{"model": "d", "n": 7}', "{x"]
+    assert portable(given) == wanted
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
