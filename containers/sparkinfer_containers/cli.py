@@ -193,7 +193,9 @@ def _figures(args: argparse.Namespace) -> int:
         with credentials("private", claims=_claims(recipe)) as held:
             attest.sign_and_attach(layout, layout.image(), _image_statements(folder, record), held)
 
-    made = figures.measure(recipe, args.repository.absolute(), args.model, args.scratch, sign_image, args.shown or _command_line(args.argv))
+    made = figures.measure(
+        recipe, args.repository.absolute(), args.model, args.scratch, sign_image, args.shown or _command_line(args.argv)
+    )
     figures.write(made, args.output)
     return 0
 

@@ -122,7 +122,9 @@ def blocks(figures: dict[str, Any]) -> list[Block]:
                 f"Machine: {machine_line(figures['machine'])}.",
                 f"Versions: {', '.join(f'{name} {version}' for name, version in sorted(versions.items()))}.",
                 f"Measured: {figures['measured']}, commit `{image['commit']}`.",
-                f"Command: `{command}`." if (command := figures["command"]) else "Command: its options were not recorded.",
+                f"Command: `{command}`."
+                if (command := figures["command"])
+                else "Command: its options were not recorded.",
                 # Absent from what was recorded before it was asked for.
                 *([f"Load average at the start: {load}."] if (load := figures.get("load_average")) is not None else []),
                 f"The second build has the same digest: {'yes' if figures['reproduced'] else 'no'}.",
