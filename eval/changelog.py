@@ -17,25 +17,28 @@ from sparkinfer_eval.report.fragments import read_fragments
 from sparkinfer_eval.report.release import release
 from sparkinfer_eval.report.text import refuse_claims
 
+from sparkinfer.arguments import path
 from sparkinfer.console import ends_with_its_reader
-from sparkinfer.errors import SparkinferError
+from sparkinfer.errors import ConfigError, SparkinferError
 
 
 @ends_with_its_reader
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description="Keep the root CHANGELOG.md.")
-    parser.add_argument("--repository", type=Path, default=Path(__file__).resolve().parent.parent)
+    parser.add_argument("--repository", type=path, default=Path(__file__).resolve().parent.parent)
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("release", help="write a version's section and archive its fragments")
     make.add_argument("version", help="MAJOR.MINOR.PATCH, the version of pyproject.toml and of the report")
-    make.add_argument("--report", type=Path, required=True, help="reports/<run>, whose tables the section shows")
+    make.add_argument("--report", type=path, required=True, help="reports/<run>, whose tables the section shows")
     commands.add_parser("check", help="parse the open fragments in changes/")
     args = parser.parse_args(argv)
     try:
         if args.command == "release":
             print("\n".join(release(args.version, args.report, args.repository)))
         else:
+            if not (args.repository / "changes").is_dir():
+                raise ConfigError(f"{args.repository} has no folder changes/: name a checkout with --repository")
             fragments = read_fragments(args.repository / "changes")
             refuse_claims([f.sentence() for f in fragments], "changes/")
             print(f"{len(fragments)} fragments")

@@ -16,6 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
 from sparkinfer_eval.cells import all_ids, load_cells, resolve_cells  # noqa: E402
 from sparkinfer_eval.prompts import ChatCounter, write_prompts  # noqa: E402
 
+from sparkinfer.arguments import path  # noqa: E402
 from sparkinfer.console import ends_with_its_reader  # noqa: E402
 from sparkinfer.errors import ConfigError, SparkinferError  # noqa: E402
 from sparkinfer.output import require_folder  # noqa: E402
@@ -28,7 +29,7 @@ def main() -> int:
     parser.add_argument("--cells", type=Path, default=ROOT / "config" / "cells.yaml", help="cells file")
     parser.add_argument("--scale", required=True, help="scale of the cells file (full, cpu, smoke)")
     parser.add_argument("--overrides", default="{}", help="JSON object of changes to the scale")
-    parser.add_argument("--model", type=Path, required=True, help="model folder whose tokenizer and template count")
+    parser.add_argument("--model", type=path, required=True, help="model folder whose tokenizer and template count")
     parser.add_argument("--block", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cell", action="append", help="only this cell (may be given again)")
@@ -51,11 +52,11 @@ def main() -> int:
             raise ConfigError(f"scale {options.scale} has no cell {', '.join(unknown)}; it has {', '.join(cells)}")
         counter = ChatCounter(options.model)
         for name in options.cell or cells:
-            path = write_prompts(
+            written = write_prompts(
                 options.model, counter, cells[name], options.seed, options.block, all_ids(document), options.out
             )
             print(
-                f"{path}: {cells[name].warmup_requests} + {cells[name].requests} prompts of "
+                f"{written}: {cells[name].warmup_requests} + {cells[name].requests} prompts of "
                 f"{cells[name].prompt_tokens} tokens"
             )
     except SparkinferError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sparkinfer_eval.report.writer import write_report
 
+from sparkinfer.arguments import path
 from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import SparkinferError
 
@@ -23,10 +24,10 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     root = Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser(description="Render a run's raw results as its report folder.")
-    parser.add_argument("run", type=Path, help="results/<run>")
-    parser.add_argument("--output", type=Path, help="target folder (default: reports/<run> of this repository)")
-    parser.add_argument("--repository", type=Path, default=root, help="checkout that the history is read from")
-    parser.add_argument("--changes", type=Path, help="folder of change fragments (default: changes/ of the checkout)")
+    parser.add_argument("run", type=path, help="results/<run>")
+    parser.add_argument("--output", type=path, help="target folder (default: reports/<run> of this repository)")
+    parser.add_argument("--repository", type=path, default=root, help="checkout that the history is read from")
+    parser.add_argument("--changes", type=path, help="folder of change fragments (default: changes/ of the checkout)")
     args = parser.parse_args(argv)
     output = args.output or root / "reports" / args.run.name
     try:

@@ -12,6 +12,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
 
 from sparkinfer_eval.toy_model import KINDS, ToySize, generate, parameter_count  # noqa: E402
 
+from sparkinfer.arguments import seed  # noqa: E402
 from sparkinfer.console import ends_with_its_reader  # noqa: E402
 from sparkinfer.errors import SparkinferError  # noqa: E402
 
@@ -22,7 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     for field in dataclasses.fields(ToySize):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     options = parser.parse_args()

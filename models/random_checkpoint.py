@@ -13,6 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from sparkinfer_models.random_checkpoint import SHARD_BYTES, write_checkpoint  # noqa: E402
 from sparkinfer_models.real_shapes import SHAPES, shape_config  # noqa: E402
 
+from sparkinfer.arguments import seed  # noqa: E402
 from sparkinfer.console import ends_with_its_reader  # noqa: E402
 from sparkinfer.errors import SparkinferError  # noqa: E402
 from sparkinfer.quantization.schemes import Format  # noqa: E402
@@ -25,7 +26,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--format", choices=("nvfp4", "fp8", "bf16"), default="nvfp4")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--layers", type=int, help="keep only so many layers")
     parser.add_argument("--threads", type=int, help="writers (default: one a CPU)")
     parser.add_argument(

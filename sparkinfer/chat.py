@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 
-from sparkinfer.errors import EnvironmentProblem, RequestError
+from sparkinfer.errors import ConfigError, EnvironmentProblem, RequestError
+from sparkinfer.settings import require_utf8
 
 PR_SET_PDEATHSIG = 1
 
@@ -74,6 +75,7 @@ def _message(raw: bytes) -> str:
 
 def chat(target: str, system: str | None, temperature: float, max_tokens: int) -> int:
     """Read lines, print answers, until end of file or /quit. Raises EnvironmentProblem when there is no server."""
+    require_utf8(system or "", "--system")
     with _url_of(target) as url, httpx.Client(timeout=httpx.Timeout(600.0, connect=5.0)) as client:
         opening = [{"role": "system", "content": system}] if system else []
         messages = list(opening)
@@ -84,6 +86,9 @@ def chat(target: str, system: str | None, temperature: float, max_tokens: int) -
             except (EOFError, KeyboardInterrupt):
                 print()
                 return 0
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"standard input is not UTF-8 text ({error}): write it in UTF-8") from error
+            require_utf8(line, "standard input")
             if line == "/quit":
                 return 0
             if line == "/new":

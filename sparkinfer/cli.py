@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import sparkinfer
-from sparkinfer.arguments import seed
+from sparkinfer.arguments import seed, temperature
 from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.settings import Settings, default_text, flag_name, resolve
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         "target", metavar="MODEL|URL", help=f"http://host:port of a server, or a model to serve: a folder, or {HUB}"
     )
     chat.add_argument("--system", help="system message")
-    chat.add_argument("--temperature", type=float, default=0.7)
+    chat.add_argument("--temperature", type=temperature, default=0.7)
     chat.add_argument("--max-tokens", type=int, default=512)
     chat.set_defaults(run=_chat)
     doctor = commands.add_parser("doctor", help="check this machine, and a model, for serving")

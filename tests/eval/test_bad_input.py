@@ -18,6 +18,7 @@ from sparkinfer_eval.simulate import cli as simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL = "--cell chat-c1 --scale cpu --model x --prompts x --run x --engine x --engine-version x --engine-digest x"
+LONG = 256 * "x"
 Program = Callable[[Sequence[str]], int]
 
 
@@ -89,14 +90,27 @@ def test_refused_by_name(
         ("eval/make_prompts.py --scale cpu --model x --block 0 --out {files}/p", "--block 0"),
         ("eval/make_prompts.py --scale cpu --model x --block 1 --out {files}/p --overrides []", "--overrides []"),
         ("models/random_checkpoint.py {files}/out --shape 27b --layers 0", "must be at least 1"),
+        (f"models/random_checkpoint.py {{files}}/out --shape toy-dense --seed {1 << 63}", "does not fit in 64 bits"),
+        (f"models/generate.py dense {{files}}/out --seed -{1 << 64}", "does not fit in 64 bits"),
+        (f"eval/make_prompts.py --scale cpu --block 1 --out {{files}}/p --model {LONG}", "File name too long"),
+        (f"eval/render_report.py {LONG}", "File name too long"),
+        (f"eval/changelog.py --repository {LONG} check", "File name too long"),
+        (f"eval/gpu_host.py --work {{files}}/w prompts --model {LONG}", "File name too long"),
+        (f"eval/simulate.py --run {LONG}", "File name too long"),
+        (f"eval/accuracy.py {LONG} {LONG}", "File name too long"),
+        (f"eval/accuracy.py scores:{LONG} scores:{LONG}", "File name too long"),
+        ("eval/changelog.py --repository {files} check", "has no folder changes/"),
+        ("-m sparkinfer.cli chat http://127.0.0.1:9 --temperature nan", "nan: must be a finite number"),
+        ("-m sparkinfer.cli chat http://127.0.0.1:9 --temperature -1", "-1: must be a finite number"),
+        ("-m sparkinfer.cli chat http://127.0.0.1:9", "standard input"),
     ],
 )
 def test_scripts_refuse_too(words: str, said: str, files: Path) -> None:
-    script, *arguments = words.format(files=files).split()
+    arguments = words.format(files=files).split()
     path = os.pathsep.join(str(ROOT / part) for part in ("", "eval", "kernels", "models"))
     done = subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path}, check=False,
+        [sys.executable, *arguments], cwd=ROOT, stdin=(files / "binary").open(), capture_output=True, text=True,
+        timeout=60, env={**os.environ, "PYTHONPATH": path}, check=False,
     )  # fmt: skip
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
     assert said in done.stderr

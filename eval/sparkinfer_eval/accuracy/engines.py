@@ -81,7 +81,11 @@ def parse_spec(text: str) -> Spec:
         if name == "form" and value != SIXTEEN_BIT:
             raise ConfigError(f"engine {text!r}: form {value!r} is not known: the only one is {SIXTEEN_BIT}")
         options[name] = value
-    if not (Path(target) / "config.json").is_file():
+    try:
+        there = (Path(target) / "config.json").is_file()
+    except OSError as error:
+        raise ConfigError(f"engine {text[:80]!r}: no model folder ({error.strerror})") from error
+    if not there:
         raise ConfigError(f"engine {text!r}: {target} is not a model folder (no config.json)")
     return Spec(kind, target, options)
 

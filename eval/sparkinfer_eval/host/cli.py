@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from sparkinfer.arguments import name_or_path
 from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_folder
@@ -38,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = phases.add_parser("serve", help="start a server and wait for it; again: go on waiting")
     cells = phases.add_parser("cells", help="measure cells of the running server")
     for one in (check, phases.choices["bench"], phases.choices["profile"], serve):
-        one.add_argument("--model", required=True, help="name or folder")
+        one.add_argument("--model", type=name_or_path, required=True, help="name or folder")
         one.add_argument("--timeout", type=float, default=300.0, help="seconds (default %(default)s)")
     serve.add_argument("--engine", choices=("sparkinfer", "vllm"), required=True)
     serve.add_argument("--column", choices=("exact", "fast"), default="exact")
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     burst.add_argument("--sizes", type=int, nargs="+", default=[128, 1024], help="tokens of each prompt")
     burst.add_argument("--repeats", type=int, default=3)
     prompts = phases.add_parser("prompts", help="write the prompts that AIPerf sends, the same for every engine")
-    prompts.add_argument("--model", required=True, help="name or folder")
+    prompts.add_argument("--model", type=name_or_path, required=True, help="name or folder")
     collect = phases.add_parser("collect", help="pack a run's raw results into one archive")
     collect.add_argument("--out", type=Path, required=True, help="folder of the archive")
     collect.add_argument("--statement", required=True, help="one sentence about the run's scale, for its report")

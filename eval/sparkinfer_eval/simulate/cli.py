@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import sparkinfer
+from sparkinfer.arguments import path
 from sparkinfer.console import ends_with_its_reader
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_file, require_folder, write_text
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     )
     costs = top.add_argument_group("costs, one of")
     costs.add_argument(
-        "--run", type=Path, nargs="+", metavar="FOLDER",
+        "--run", type=path, nargs="+", metavar="FOLDER",
         help="recorded runs, results/<run>, each one more repetition of the cells: fit, predict, compare",
     )  # fmt: skip
     costs.add_argument("--steps", type=Path, nargs="+", metavar="FILE", help="step traces of a server")
@@ -124,8 +125,8 @@ def costs_of(options: argparse.Namespace) -> tuple[Costs, Recorded | None, list[
     if options.costs is not None:
         return load(options.costs), None, []
     if options.steps is not None:
-        traces = [read_trace(path) for path in options.steps]
-        about = {**traces[0].about, "files": [path.name for path in options.steps]}
+        traces = [read_trace(file) for file in options.steps]
+        about = {**traces[0].about, "files": [file.name for file in options.steps]}
         return fit([trace.steps for trace in traces], Host(), traces[0].scheduler, about), None, []
     recorded = read_runs(options.run, options.engine, options.model)
     if options.fit_cells is None:
