@@ -22,10 +22,10 @@ def render(canvas: Figure, name: str) -> tuple[bytes, str]:
     canvas.savefig(png, format="png", dpi=PNG_DPI, metadata={"Software": None})
     with matplotlib.rc_context({"svg.hashsalt": f"sparkinfer-{name}"}):
         canvas.savefig(svg, format="svg", metadata={"Date": None})
-    return _palette(png), _smaller(svg.getvalue())
+    return palette(png), _smaller(svg.getvalue())
 
 
-def _palette(png: io.BytesIO) -> bytes:
+def palette(png: io.BytesIO) -> bytes:
     """The picture with a palette: lines and text need few colours, and it is a third as large."""
     small = io.BytesIO()
     picture = Image.open(png).convert("RGB").quantize(PNG_COLOURS, dither=Image.Dither.NONE)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from sparkinfer.errors import ConfigError
 
-COLOURS = 64
-
 
 def draw_curve(folder: Path) -> Path:
     """Draws `training_log.jsonl` of a model or drafter folder into `training_curve.png`."""
@@ -17,7 +15,7 @@ def draw_curve(folder: Path) -> Path:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from PIL import Image
+    from sparkinfer_eval.drawing import palette
 
     path = folder / "training_log.jsonl"
     if not path.is_file():
@@ -45,6 +43,5 @@ def draw_curve(folder: Path) -> Path:
     figure.savefig(drawn, format="png", metadata={"Software": None})
     pyplot.close(figure)
     out = folder / "training_curve.png"
-    # With a palette: lines and text need few colours, and it is a third as large.
-    Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(out, optimize=True)
+    out.write_bytes(palette(drawn))
     return out
