@@ -42,7 +42,7 @@ SHAPES = {
 }
 """Projections as (N, K)."""
 ROWS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 256)
-WGMMA = layout.ORDER == "wgmma"
+WGMMA = layout.linear_order() == "wgmma"
 TOKENS = skinny.WGMMA_TOKENS if WGMMA else skinny.TOKENS
 TUNED_ROWS = (1, *TOKENS[1:])
 

@@ -1,7 +1,7 @@
 """Check and time the mixture of experts of `sparkinfer_kernels.moe` on a GPU, at the sizes of the 35B-A3B model.
 
-`python kernels/measure_moe.py PART...`, parts: check, few, many, library and, with SPARKINFER_NVFP4_ORDER=wgmma in the
-environment (all of it then is about the kernels for that order), parts: the products alone with other parameters.
+`python kernels/measure_moe.py PART...`, parts: check, few, many, library and, on Hopper, parts: the products alone with
+other parameters. With SPARKINFER_NVFP4_ORDER=mma in the environment all of it is about the kernels for other cards.
 Weights are random; several layers, larger together than the second-level cache, are used in turn in a graph. Bytes are
 those of the touched experts' stored weights, operations those of the pairs without padding; ceilings: 4.2 TB/s, 794
 (bf16) TFLOP/s.
@@ -18,20 +18,19 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from sparkinfer_kernels.linear import layout
-from sparkinfer_kernels.moe import gpu, items, library
-from sparkinfer_kernels.moe.items_workspace import Pipeline
+from sparkinfer_kernels.moe import gpu, items, items_workspace, library
+from sparkinfer_kernels.moe.items_workspace import ItemWorkspace, Pipeline
 from sparkinfer_kernels.moe.weights import plain
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 512, 256, 8
 CONFIG = SimpleNamespace(num_experts=EXPERTS, experts_per_token=TOP_K, hidden_size=HIDDEN, moe_intermediate_size=INNER)
 EXPERT_BYTES = 3 * HIDDEN * INNER * 9 // 16
 DEVICE = torch.device("cuda")
-WGMMA = layout.ORDER == "wgmma"
+WGMMA = layout.expert_order(DEVICE) == "wgmma"
 
 
 def prefer_nvfp4(always: bool) -> None:
@@ -191,22 +190,21 @@ TRIED = {
 
 def _build(job: tuple[str, int, bool, tuple[int, ...]]) -> None:
     """Compile the product with these parameters: there are no items."""
+    items_workspace.FEWEST_ITEMS = 0
     wide, bm, gate_up, values = job
-    table = items.GATE_UP if gate_up else items.DOWN
+    table = items_workspace.GATE_UP if gate_up else items_workspace.DOWN
     table[wide, bm] = Pipeline(*values)
     one = torch.ones(1 << 20, device="cuda")
     n, k = (2 * INNER, HIDDEN) if gate_up else (HIDDEN, INNER)
     kind = {"nvfp4": torch.int32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[wide]
-    with mock.patch.object(items, "_stored", return_value=(
-        one.view(kind), one.view(torch.int32) if wide == "nvfp4" else None, None if wide == "bf16" else one
-    )):  # fmt: skip
-        matrices = SimpleNamespace(shape=(1, n, k))
-        weights = SimpleNamespace(gate_up=matrices, down=matrices, slots=TOP_K + 1)
-        numbers = torch.zeros(1024, dtype=torch.int32, device="cuda")
-        lists = SimpleNamespace(block_expert=numbers, pairs=numbers, items=numbers)
-        x = torch.ones(64, k, device="cuda").to(torch.float8_e4m3fn if wide == "fp8" else torch.bfloat16)
-        out = torch.ones(64, HIDDEN, device="cuda").to(torch.bfloat16)
-        items._product(x, weights, lists, out, wide, bm, 4, gate_up, one if wide == "fp8" else None)  # type: ignore[arg-type]
+    stored = one.view(kind), one.view(torch.int32) if wide == "nvfp4" else None, None if wide == "bf16" else one
+    matrices = SimpleNamespace(shape=(1, n, k), stored=lambda form: stored)
+    weights = SimpleNamespace(gate_up=matrices, down=matrices, slots=TOP_K + 1)
+    numbers = torch.zeros(1024, dtype=torch.int32, device="cuda")
+    lists = SimpleNamespace(block_expert=numbers, pairs=numbers, items=numbers)
+    x = torch.ones(64, k, device="cuda").to(torch.float8_e4m3fn if wide == "fp8" else torch.bfloat16)
+    out = torch.ones(64, HIDDEN, device="cuda").to(torch.bfloat16)
+    items._product(x, weights, lists, out, wide, bm, 4, gate_up, one if wide == "fp8" else None)  # type: ignore[arg-type]
     torch.cuda.synchronize()
 
 
@@ -216,7 +214,7 @@ def build_all(forms: list[tuple[str, int]]) -> None:
         (*form, gate_up, (*values[:4], 1))
         for form in forms
         for gate_up in (True, False)
-        for values in [*ITEMS_TRIED[form], dataclasses.astuple(items.DOWN[form])]
+        for values in [*ITEMS_TRIED[form], dataclasses.astuple(items_workspace.DOWN[form])]
     }  # fmt: skip
     with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 1)) as pool:
         pool.map(_build, sorted(jobs), chunksize=1)
@@ -227,11 +225,15 @@ def parts(tokens: int, wide: str, layers: list[gpu.MoeWeights]) -> None:
     workspace = gpu.make_workspace(CONFIG, tokens, DEVICE)
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
     prefer_nvfp4(wide == "nvfp4")
-    gpu.moe(x, layers[0], workspace)
+    assert isinstance(workspace, ItemWorkspace)
+    items.pairs_output(x, layers[0], workspace)
     bm, most = items.item_sizes(tokens, layers[0])
     touched = len(workspace.block_expert[: int(workspace.items)].unique())
     width = {"nvfp4": 9 / 16, "bf16": 2.0, "fp8": 1.0}[wide]
-    for gate_up, table, n, k in ((True, items.GATE_UP, 2 * INNER, HIDDEN), (False, items.DOWN, HIDDEN, INNER)):
+    for gate_up, table, n, k in (
+        (True, items_workspace.GATE_UP, 2 * INNER, HIDDEN),
+        (False, items_workspace.DOWN, HIDDEN, INNER),
+    ):
         source, target = (x, workspace.inner) if gate_up else (workspace.inner, workspace.y)
         scales = None
         if wide == "fp8":
@@ -262,27 +264,37 @@ ITEMS_TRIED = {
     ("nvfp4", 8): [
         (4, 1, 128, 4, 6), (4, 1, 128, 4, 4), (4, 1, 128, 4, 3), (4, 2, 128, 4, 4), (4, 2, 128, 4, 3),
         (4, 2, 128, 4, 2), (4, 1, 256, 4, 4), (4, 1, 256, 2, 6), (4, 2, 128, 2, 6), (8, 1, 128, 4, 3),
+        (4, 1, 256, 2, 4), (4, 1, 128, 2, 8), (4, 2, 256, 2, 3), (4, 2, 256, 4, 2), (4, 4, 128, 2, 3),
+        (8, 1, 256, 2, 3),
     ],
-    ("nvfp4", 16): [(4, 1, 128, 4, 4), (4, 2, 128, 4, 3), (4, 2, 128, 4, 2), (8, 1, 128, 4, 2), (8, 2, 128, 4, 1)],
+    ("nvfp4", 16): [
+        (4, 1, 128, 4, 4), (4, 2, 128, 4, 3), (4, 2, 128, 4, 2), (8, 1, 128, 4, 2), (8, 2, 128, 4, 1),
+        (4, 1, 256, 2, 4), (4, 2, 256, 2, 2),
+    ],
+    ("nvfp4", 32): [(4, 2, 128, 4, 2), (4, 1, 128, 4, 3), (8, 1, 128, 4, 2), (4, 1, 256, 2, 3), (4, 2, 256, 2, 2)],
     ("nvfp4", 64): [(4, 2, 128, 4, 2), (8, 1, 128, 4, 2), (8, 1, 128, 2, 2), (8, 2, 128, 4, 1), (4, 1, 128, 4, 2)],
     ("nvfp4", 128): [(8, 1, 128, 4, 1), (8, 1, 128, 2, 2), (8, 2, 128, 4, 1), (8, 2, 128, 2, 1)],
     ("bf16", 16): [(4, 2, 64, 4, 3), (4, 2, 64, 4, 2), (4, 2, 128, 2, 3), (8, 1, 128, 4, 1), (8, 1, 64, 4, 2)],
     ("bf16", 64): [(4, 2, 64, 4, 2), (8, 1, 64, 4, 2), (8, 1, 128, 2, 2), (8, 2, 64, 4, 1)],
     ("bf16", 128): [(8, 1, 64, 3, 2), (8, 1, 64, 4, 1), (8, 1, 128, 2, 1), (8, 2, 64, 4, 1), (4, 2, 64, 2, 3)],
+    ("fp8", 32): [(4, 2, 128, 4, 2), (8, 1, 128, 4, 2), (4, 1, 128, 4, 3), (4, 2, 256, 2, 2)],
     ("fp8", 64): [(4, 2, 128, 4, 2), (8, 1, 128, 4, 2), (8, 2, 128, 4, 1)],
     ("fp8", 128): [(8, 1, 128, 3, 2), (8, 1, 128, 2, 3), (8, 2, 128, 4, 1), (4, 2, 128, 2, 3)],
 }  # fmt: skip
 """Parameters of the products by form and pairs of an item: warps, rt, columns, stages, programs a multiprocessor."""
 
 
-def all_parts() -> None:
+def all_parts(forms: list[str]) -> None:
     """Products of few and of many tokens."""
-    build_all(list(ITEMS_TRIED))
+    items_workspace.FEWEST_ITEMS = 0
+    build_all([tried for tried in ITEMS_TRIED if tried[0] in forms])
     for wide, sizes in (
-        ("nvfp4", (1, 8, 32, 128, 1024, 2048, 8192)),
-        ("bf16", (128, 1024, 2048, 8192)),
-        ("fp8", (1024, 8192)),
+        ("nvfp4", (1, 8, 32, 128, 512, 1024, 2048, 4096)),
+        ("bf16", (2048, 8192)),
+        ("fp8", (512, 1024, 8192)),
     ):
+        if wide not in forms:
+            continue
         layers = [layer(wide)[0] for _ in range(3 if wide == "nvfp4" else 2)]
         for tokens in sizes:
             parts(tokens, wide, layers)
@@ -324,11 +336,14 @@ def compare_library() -> None:
 
 
 def main() -> None:
-    given = {"check": check, "few": few, "many": many, "library": compare_library, "parts": all_parts}
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=given)
+    parser.add_argument("parts", nargs="+", choices=("check", "few", "many", "library", "parts"))
+    parser.add_argument("--forms", nargs="+", default=["nvfp4", "bf16", "fp8"], help="of `parts` (default: all)")
+    options = parser.parse_args()
+    given: dict[str, Callable[[], object]] = {"check": check, "few": few, "many": many, "library": compare_library}
+    given["parts"] = lambda: all_parts(options.forms)
     torch.manual_seed(0)
-    for part in parser.parse_args().parts:
+    for part in options.parts:
         begin = time.monotonic()
         given[part]()
         print(f"{part}: {time.monotonic() - begin:.1f} s", flush=True)

@@ -65,10 +65,10 @@ def product_arguments(form: str) -> tuple[dict[str, str], dict[str, Any]]:
     return signature, absent
 
 
-def experts(form: str, rows: int, gate_up: bool) -> KernelBuild:
-    """The Gluon kernel for items of `rows` pairs."""
+def experts(form: str, rows: int, gate_up: bool, items: int = 1000) -> KernelBuild:
+    """The Gluon kernel for that many items of up to `rows` pairs."""
     signature, absent = product_arguments(form)
-    p = (sizes.GATE_UP if gate_up else sizes.DOWN)[form, rows]
+    p = sizes.pipeline_for(form, rows, items, gate_up)
     constexprs = {
         "SLOTS": 9, "FORM": form, "GATE_UP": gate_up, "BM": rows, "WARPS": p.warps, "RT": p.rt, "COLUMNS": p.columns,
         "STAGES": p.stages, "PDL": True,
@@ -108,7 +108,8 @@ def check_products(builds: list[KernelBuild]) -> None:
 
 
 def test_one_barrier_for_each_k_step() -> None:
-    check_products([experts(form, rows, rows < 64) for form, rows in (("nvfp4", 8), ("bf16", 64), ("fp8", 128))])
+    cases = (("nvfp4", 8, True), ("nvfp4", 8, False), ("bf16", 64, False), ("fp8", 128, False))
+    check_products([experts(*case) for case in cases] + [experts("nvfp4", 8, True, sizes.FEWEST_ITEMS)])
     # What it is compared with, Triton's pipeline: two.
     other, *_ = inspect_loops([grouped(90, "bf16", 64, True)])
     assert other.opcodes["LOOP.BAR"] == 2
@@ -123,7 +124,6 @@ def test_parameters_fit_for_every_number_of_tokens() -> None:
     for tokens in (1, 32, 33, 65, 128, 512, 1024, 2048, 8192):
         rows = sizes.item_pairs(tokens, 8, 256)
         for form, size, width in (("bf16", 2, 2), ("fp8", 1, 1), ("nvfp4", 0.5625, 2)):
-            for table in (sizes.GATE_UP, sizes.DOWN):
-                p = table[form, rows]
+            for p in (sizes.GATE_UP[form, rows], sizes.DOWN[form, rows], sizes.pipeline_for(form, rows, 9, True)):
                 stages = p.stages * p.columns * (p.rows * size + rows * width)
                 assert stages + p.rows * rows * 2 <= SHARED_LIMIT[90]

@@ -95,7 +95,7 @@ def test_every_tuned_set_of_parameters() -> None:
 
 def every_config() -> set[tuple[int, skinny.Config | skinny.WgmmaConfig]]:
     """(rows of x, parameters) of the table."""
-    if layout.ORDER == "wgmma":
+    if layout.linear_order() == "wgmma":
         stored = skinny._stored()["sm_90"]["nvfp4_wgmma"].items()
         return {(int(tokens), skinny.WgmmaConfig(*row[2:])) for tokens, rows in stored for row in rows}
     return {(tokens, row[2]) for tokens, rows in skinny._table()["sm_90"]["nvfp4"].items() for row in rows}

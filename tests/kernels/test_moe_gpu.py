@@ -26,6 +26,8 @@ LARGE = [
     *(Case(tokens, **REAL, kind="nvfp4") for tokens in (1, 4, 8, 9, 32, 64, 65, 500, 3000)),
     Case(3000, **REAL, kind="nvfp4", wide="bf16"),
     Case(3000, **REAL, kind="nvfp4", wide="fp8"),
+    Case(2000, **REAL, kind="nvfp4", wide="bf16"),
+    Case(1000, **REAL, kind="nvfp4", wide="fp8"),
     Case(64, **REAL, kind="bf16"),
     Case(700, **REAL, kind="bf16", skew="few"),
 ]

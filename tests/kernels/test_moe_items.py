@@ -76,6 +76,38 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     assert torch.equal(whole[3:15], part)
 
 
+@pytest.mark.parametrize(("most", "through_items"), [(64, False), (70, True)])
+def test_many_tokens_go_through_blocks_of_a_copy(most: int, through_items: bool) -> None:
+    case = Case(tokens=70, hidden=128, experts=8, inner=64, top_k=2, kind="nvfp4", wide="bf16")
+    made = make_case(case, "cpu")
+    workspace = gpu.make_workspace(made.config, case.tokens, torch.device("cpu"))
+    with (
+        mock.patch.dict(gpu.ITEM_TOKENS, bf16=most),
+        mock.patch.object(items, "pairs_output", wraps=items.pairs_output) as taken,
+    ):
+        out = gpu.moe(made.x, made.weights, workspace)
+    assert taken.called == through_items
+    assert off(out, made.expected) < case.limit
+
+
+def test_without_a_copy_all_passes_go_through_items() -> None:
+    case = Case(tokens=70, hidden=128, experts=8, inner=64, top_k=2, kind="nvfp4", wide="nvfp4")
+    made = make_case(case, "cpu")
+    workspace = gpu.make_workspace(made.config, case.tokens, torch.device("cpu"))
+    with mock.patch.dict(gpu.ITEM_TOKENS, nvfp4=8):
+        assert off(gpu.moe(made.x, made.weights, workspace), made.expected) < case.limit
+
+
+def test_order_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for chosen, expected in (("mma", "mma"), ("wgmma", "wgmma"), (None, "mma")):
+        monkeypatch.setattr(layout, "ORDER", chosen)
+        assert layout.expert_order(torch.device("cpu")) == expected
+    for capability, expected in (((9, 0), "wgmma"), ((8, 9), "mma"), ((12, 0), "mma")):
+        with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+            assert layout.expert_order(torch.device("cuda")) == expected
+    assert layout.linear_order() == "mma"
+
+
 def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tokens=4, hidden=128, experts=8, inner=64, top_k=2, kind="bf16")
     made = make_case(case, "cpu")

@@ -28,8 +28,8 @@ is exact in bfloat16 (2 and 4 significant bits); the row scales of `Nvfp4Weight`
   [row g + 8, s] and [row g + 8, s + 1], rotated left by 4 bits: a mask gives both rows' scales of instruction s, a
   rotation by 8 and a mask those of s + 1.
 
-`ORDER` is what weights are packed in: "mma", or what the environment variable SPARKINFER_NVFP4_ORDER says. The kernels
-for "wgmma" need Hopper and have not run on a card yet.
+`linear_order` and `expert_order` say what weights are packed in. The kernels for "wgmma" need Hopper: they are faster
+for experts, and no faster than those for "mma" for up to 64 rows of a projection (`kernels/NOTES.md`, 2026-12-02).
 """
 
 from __future__ import annotations
@@ -49,13 +49,27 @@ SIGN_BIT = (15, 12, 14, 13)
 CODE_BIT = (6, 3, 0, 9)
 
 
-def _order_from(name: str) -> str:
-    if name not in ROW_FACTOR:
+def _order_from(name: str | None) -> str | None:
+    if name is not None and name not in ROW_FACTOR:
         raise ValueError(f"SPARKINFER_NVFP4_ORDER must be one of {', '.join(ROW_FACTOR)}, not {name!r}")
     return name
 
 
-ORDER = _order_from(os.environ.get("SPARKINFER_NVFP4_ORDER", "mma"))
+ORDER = _order_from(os.environ.get("SPARKINFER_NVFP4_ORDER"))
+"""One order for all weights, or None: each kind's own."""
+
+
+def linear_order() -> str:
+    """Order of the projections' weights."""
+    return ORDER or "mma"
+
+
+def expert_order(device: torch.device) -> str:
+    """Order of the experts' weights on a device."""
+    if ORDER is not None:
+        return ORDER
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return "wgmma" if hopper else "mma"
 
 
 def padded(size: int, multiple: int) -> int:

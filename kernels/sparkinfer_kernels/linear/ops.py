@@ -56,7 +56,7 @@ def make_workspace(weights: Iterable[Weight], rows: int) -> Workspace:
     gate_up = max((w.shape[0] for w in nvfp4 if many and w.gate_up), default=0)
     fp8 = max((w.shape[1] for w in given if many and _fp8_copy(w) is not None), default=0)
     return Workspace(
-        partials=torch.empty(skinny.PARTIALS[layout.ORDER], dtype=torch.float32, device=device),
+        partials=torch.empty(skinny.PARTIALS[layout.linear_order()], dtype=torch.float32, device=device),
         counters=torch.zeros(skinny.COUNTERS, dtype=torch.int32, device=device),
         dequantised=torch.empty(scratch, dtype=torch.bfloat16, device=device),
         gate_up=torch.empty(rows * gate_up, dtype=torch.bfloat16, device=device),

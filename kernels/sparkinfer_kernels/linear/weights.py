@@ -119,7 +119,9 @@ def prepare_bf16(parts: Sequence[torch.Tensor], fp8: bool = False) -> Bf16Weight
     return Bf16Weight(values, copy)
 
 
-def prepare_nvfp4(parts: Sequence[Nvfp4Parts], gate_up: bool = False, fp8: bool = False) -> Nvfp4Weight:
+def prepare_nvfp4(
+    parts: Sequence[Nvfp4Parts], gate_up: bool = False, fp8: bool = False, order: str | None = None
+) -> Nvfp4Weight:
     """Stack NVFP4 projections; their global scales may differ.
 
     Args:
@@ -127,11 +129,13 @@ def prepare_nvfp4(parts: Sequence[Nvfp4Parts], gate_up: bool = False, fp8: bool 
         gate_up: `parts` are gate and up of one MLP (N_i multiples of 8): rows are interleaved, so that SwiGLU can be
             applied where they are computed.
         fp8: also keep an e4m3 copy with row scales 1.5 * 2^k for many rows (not where N or K is no multiple of 16).
+        order: of the columns; None: `layout.linear_order`.
 
     Raises:
         ValueError: shapes do not fit together, or a block scale is negative or NaN.
     """
     _same_columns([part.packed for part in parts])
+    order = order or layout.linear_order()
     for part in parts:
         n, k = part.packed.shape[0], part.packed.shape[1] * 2
         if tuple(part.scales.shape) != (n, k // layout.BLOCK) or k % layout.BLOCK:
@@ -152,10 +156,10 @@ def prepare_nvfp4(parts: Sequence[Nvfp4Parts], gate_up: bool = False, fp8: bool 
         if len({part.packed.shape[0] for part in parts}) != 1 or len(parts) != 2 or n % 16:
             raise ValueError("gate and up must be two matrices of the same N, a multiple of 8")
         packed, scales, factors = (layout.interleave(one) for one in (packed, scales, factors))
-    codes, bits = _pack(packed, scales)
+    codes, bits = _pack(packed, scales, order)
     row_scales = factors.new_zeros(layout.padded(n, layout.TILE_ROWS))
-    row_scales[:n] = factors * layout.ROW_FACTOR[layout.ORDER]
-    return Nvfp4Weight(codes, bits, row_scales, (n, k), gate_up, layout.ORDER, copy)
+    row_scales[:n] = factors * layout.ROW_FACTOR[order]
+    return Nvfp4Weight(codes, bits, row_scales, (n, k), gate_up, order, copy)
 
 
 def prepare_fp8_rows(parts: Sequence[torch.Tensor], mantissa: float | None = None) -> Fp8RowWeight:
@@ -238,15 +242,13 @@ def _fp8_of_nvfp4(packed: torch.Tensor, scales: torch.Tensor, factors: torch.Ten
     return Fp8RowWeight(values, row_scales)
 
 
-def _pack(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack(packed: torch.Tensor, scales: torch.Tensor, order: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Fragment order of codes [N, K / 2] and scale bytes [N, K / 16], padded with zeros."""
     n, k = packed.shape[0], packed.shape[1] * 2
     rows, columns = layout.padded(n, layout.TILE_ROWS), layout.padded(k, layout.SCALE_COLUMNS)
     tiles = rows // layout.TILE_ROWS
     codes = packed.new_empty(tiles, columns // layout.TILE_COLUMNS, 32, 16)
-    shape = (
-        (columns // layout.SCALE_COLUMNS, 32, 4) if layout.ORDER == "mma" else (columns // layout.TILE_COLUMNS, 8, 8)
-    )
+    shape = (columns // layout.SCALE_COLUMNS, 32, 4) if order == "mma" else (columns // layout.TILE_COLUMNS, 8, 8)
     bits = packed.new_empty(tiles, *shape)
     for piece in _pieces(n, k):
         size = layout.padded(piece.stop - piece.start, layout.TILE_ROWS)
@@ -255,6 +257,6 @@ def _pack(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tor
         code[: piece.stop - piece.start, : k // 2] = packed[piece]
         scale[: piece.stop - piece.start, : k // layout.BLOCK] = scales[piece]
         target = slice(piece.start // layout.TILE_ROWS, piece.start // layout.TILE_ROWS + size // layout.TILE_ROWS)
-        codes[target] = layout.pack_codes(code, scale == 0, layout.ORDER)
-        bits[target] = layout.pack_scales(scale.view(FP8), layout.ORDER)
+        codes[target] = layout.pack_codes(code, scale == 0, order)
+        bits[target] = layout.pack_scales(scale.view(FP8), order)
     return codes, bits

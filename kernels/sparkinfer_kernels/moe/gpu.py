@@ -8,7 +8,7 @@
 
 NVFP4 experts are expanded in registers, exactly (`linear/layout.py`); above `NVFP4_TOKENS` tokens a bf16 or FP8 copy is
 used where `prepare_moe` has made one. Sums have one order, whatever else is in the batch. Weights in order "wgmma" go
-through `items.py` instead.
+through `items.py` instead, but for passes of so many tokens that blocks of a copy are faster (`ITEM_TOKENS`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 
 from sparkinfer_kernels.linear import layout
 from sparkinfer_kernels.moe import items, kernels, prefill_kernels
-from sparkinfer_kernels.moe.items_workspace import ItemWorkspace, make_item_workspace
+from sparkinfer_kernels.moe.items_workspace import ITEM_TOKENS, ItemWorkspace, make_item_workspace
 from sparkinfer_kernels.moe.skinny_kernel import nvfp4_experts_kernel
 from sparkinfer_kernels.moe.weights import ExpertMatrices, MoeWeights, Nvfp4Experts, prepare_moe
 from sparkinfer_kernels.moe.workspace import (
@@ -49,9 +49,9 @@ __all__ = ["ExpertMatrices", "MoeWeights", "Nvfp4Experts", "Workspace", "make_wo
 
 
 def make_workspace(config: MoeConfig, rows: int, device: torch.device) -> Workspace | ItemWorkspace:
-    """Scratch memory for passes of up to `rows` rows, for weights in the order `layout.ORDER`."""
-    make = make_item_workspace if layout.ORDER == "wgmma" else make_mma_workspace
-    return make(config, rows, device)
+    """Scratch memory for passes of up to `rows` rows, for weights in the order `layout.expert_order`."""
+    blocks = make_mma_workspace(config, rows, device)
+    return make_item_workspace(config, blocks) if layout.expert_order(device) == "wgmma" else blocks
 
 
 def moe(
@@ -86,6 +86,9 @@ def moe(
         raise ValueError(f"weights in order {weights.order!r} need a workspace made for that order")
     extra = _shared_apart(x, weights)
     if isinstance(workspace, ItemWorkspace):
+        if tokens > ITEM_TOKENS[form := items.copied_form(weights)] and form != "nvfp4":
+            _many(x, weights, workspace.blocks, out, extra)
+            return out
         y = items.pairs_output(x, weights, workspace)
         _combine(y, workspace.shares, None, extra, out, weights.top_k, weights.slots)
     elif tokens > FEW_TOKENS:

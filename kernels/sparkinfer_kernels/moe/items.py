@@ -13,8 +13,6 @@ import triton
 from sparkinfer_kernels.moe import items_kernels
 from sparkinfer_kernels.moe.experts_kernel import experts_kernel
 from sparkinfer_kernels.moe.items_workspace import (
-    DOWN,
-    GATE_UP,
     NVFP4_TOKENS,
     PLACED_ITEMS,
     PLACED_TOKENS,
@@ -23,6 +21,7 @@ from sparkinfer_kernels.moe.items_workspace import (
     ItemWorkspace,
     item_pairs,
     max_items,
+    pipeline_for,
     router_width,
 )
 from sparkinfer_kernels.moe.weights import ExpertMatrices, MoeWeights
@@ -79,6 +78,16 @@ def form_for(matrices: ExpertMatrices, tokens: int) -> str:
     if matrices.fp8 is not None:
         return "fp8"
     return "bf16" if matrices.bf16 is not None else "nvfp4"
+
+
+def copied_form(weights: MoeWeights) -> str:
+    """What passes of many tokens can multiply: "fp8", "bf16", or "nvfp4" where there is no copy."""
+    found = {_copy_of(matrices) for matrices in (weights.gate_up, weights.down)}
+    return found.pop() if len(found) == 1 else "nvfp4"
+
+
+def _copy_of(matrices: ExpertMatrices) -> str:
+    return "fp8" if matrices.fp8 is not None else "bf16" if matrices.bf16 is not None else "nvfp4"
 
 
 def route(x: torch.Tensor, weights: MoeWeights, w: ItemWorkspace, bm: int, items: int) -> None:
@@ -168,7 +177,7 @@ def _product(
     matrices = weights.gate_up if gate_up else weights.down
     _, n, k = matrices.shape
     words, scales, row_scales = matrices.stored(form)
-    chosen = (GATE_UP if gate_up else DOWN)[form, bm]
+    chosen = pipeline_for(form, bm, items, gate_up)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     blocks = triton.cdiv(n, chosen.rows)
     launch(

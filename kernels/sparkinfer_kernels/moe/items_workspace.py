@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkinfer_kernels.moe.workspace import FEW_TOKENS, ITEM, MoeConfig, block_rows, zeros_on
+from sparkinfer_kernels.moe.workspace import FEW_TOKENS, ITEM, MoeConfig, Workspace, block_rows, zeros_on
 
+ITEM_TOKENS = {"nvfp4": 2048, "bf16": 2048, "fp8": 1024}
+"""Up to this many tokens items are faster than the blocks of `prefill_kernels.py`, by what those would multiply (nvfp4:
+there is no copy, which leaves all passes to the items); measured, `kernels/NOTES.md`, 2026-12-02."""
 NVFP4_TOKENS = 2048
 """Up to this many tokens NVFP4 experts are preferred to a bf16 copy: reading that takes longer than expanding."""
 ROUTER_FEW = 32
@@ -38,11 +41,11 @@ class Pipeline:
 
 
 GATE_UP: dict[tuple[str, int], Pipeline] = {
-    ("nvfp4", 8): Pipeline(4, 1, 128, 4, 4),
-    ("nvfp4", 16): Pipeline(4, 2, 128, 4, 3),
+    ("nvfp4", 8): Pipeline(4, 4, 128, 2, 3),
+    ("nvfp4", 16): Pipeline(4, 2, 256, 2, 2),
     ("nvfp4", 32): Pipeline(4, 2, 128, 4, 2),
     ("nvfp4", 64): Pipeline(4, 2, 128, 4, 2),
-    ("nvfp4", 128): Pipeline(8, 1, 128, 4, 1),
+    ("nvfp4", 128): Pipeline(8, 1, 128, 2, 2),
     ("bf16", 8): Pipeline(4, 2, 64, 4, 3),
     ("bf16", 16): Pipeline(4, 2, 64, 4, 3),
     ("bf16", 32): Pipeline(4, 2, 64, 4, 2),
@@ -55,7 +58,10 @@ GATE_UP: dict[tuple[str, int], Pipeline] = {
     ("fp8", 128): Pipeline(8, 1, 128, 3, 2),
 }
 """By form of the weights and pairs of an item."""
-DOWN = dict(GATE_UP)
+DOWN = {**GATE_UP, ("nvfp4", 8): Pipeline(4, 2, 128, 2, 6)}
+FEWEST_ITEMS = 40
+"""Up to this many items (4 tokens of top-8) NVFP4 experts have small blocks, so that most multiprocessors get one."""
+FEWEST = Pipeline(4, 1, 256, 2, 6)
 
 
 def item_pairs(tokens: int, top_k: int, experts: int) -> int:
@@ -70,6 +76,8 @@ class ItemWorkspace:
     """Scratch memory of one stream, made by `make_item_workspace`; int32 unless it says otherwise."""
 
     rows: int
+    blocks: Workspace
+    """For passes that go through blocks; what both have is the same memory."""
     shares: torch.Tensor
     """[T, TOP_K + 1] fp32: weights of a token's experts; sigmoid of the shared expert's gate."""
     partials: torch.Tensor
@@ -87,17 +95,31 @@ class ItemWorkspace:
     block_expert: torch.Tensor
     """[items]: their experts."""
     inner: torch.Tensor
-    """[T * SLOTS, I] bf16."""
+    """[T * SLOTS or more, I] bf16."""
     y: torch.Tensor
-    """[T * SLOTS, H] bf16."""
+    """[T * SLOTS or more, H] bf16."""
     inner_fp8: torch.Tensor
-    """[T * SLOTS, I] e4m3."""
+    """[T * SLOTS or more, I] e4m3."""
     x_fp8: torch.Tensor
     """[T, H] e4m3."""
     scales: torch.Tensor
-    """[T * SLOTS] fp32."""
+    """[T * SLOTS or more] fp32."""
     x_scales: torch.Tensor
     """[T] fp32."""
+
+
+def pipeline_for(form: str, bm: int, items: int, gate_up: bool) -> Pipeline:
+    """Parameters of a product.
+
+    Args:
+        form: of the weights.
+        bm: pairs of an item.
+        items: the most there can be.
+        gate_up: of gate and up; otherwise of down.
+    """
+    if form == "nvfp4" and items <= FEWEST_ITEMS:
+        return FEWEST
+    return (GATE_UP if gate_up else DOWN)[form, bm]
 
 
 def router_width(experts: int) -> int:
@@ -122,33 +144,33 @@ def _most_places(rows: int, slots: int, experts: int, top_k: int) -> tuple[int, 
     return items, places
 
 
-def make_item_workspace(config: MoeConfig, rows: int, device: torch.device) -> ItemWorkspace:
-    """Allocate what passes of up to `rows` rows need.
+def make_item_workspace(config: MoeConfig, blocks: Workspace) -> ItemWorkspace:
+    """Allocate what passes of up to `blocks.rows` rows need besides.
 
     Args:
         config: the model's sizes.
-        rows: the largest T.
-        device: of the weights.
+        blocks: whose memory is used where one pass needs only one of them.
     """
-    experts, top_k, hidden = config.num_experts, config.experts_per_token, config.hidden_size
-    inner, slots = config.moe_intermediate_size, config.experts_per_token + 1
+    experts, top_k, slots = config.num_experts, config.experts_per_token, config.experts_per_token + 1
+    rows = blocks.rows
     items, places = _most_places(rows, slots, experts, top_k)
     logits = max(min(rows, ROUTER_FEW) * 8, min(rows, ROUTER_SPLIT_TOKENS) * 4, rows) * router_width(experts)
-    ints, floats = zeros_on(device)
+    ints, floats = zeros_on(blocks.shares.device)
     return ItemWorkspace(
         rows=rows,
-        shares=floats(torch.float32, rows, top_k + 1),
+        blocks=blocks,
+        shares=blocks.shares,
         partials=floats(torch.float32, logits),
-        chosen=ints(rows * slots),
-        ranks=ints(rows * slots),
+        chosen=blocks.chosen,
+        ranks=blocks.ranks,
         counts=ints(experts + 1),
         items=ints(1),
         pairs=ints(places),
         block_expert=ints(items),
-        inner=floats(torch.bfloat16, rows * slots, inner),
-        y=floats(torch.bfloat16, rows * slots, hidden),
-        inner_fp8=floats(torch.float8_e4m3fn, rows * slots, inner),
-        x_fp8=floats(torch.float8_e4m3fn, rows, hidden),
-        scales=floats(torch.float32, rows * slots),
-        x_scales=floats(torch.float32, rows),
+        inner=blocks.inner,
+        y=blocks.y,
+        inner_fp8=blocks.inner_fp8,
+        x_fp8=blocks.x_fp8,
+        scales=blocks.scales,
+        x_scales=blocks.x_scales,
     )

@@ -117,15 +117,15 @@ def prepare_moe(
     fused = _kept_together(gate_up, shared_gate_up, 2 * inner) and _kept_together(down, shared_down, hidden)
     if fused:
         gate_up, down = _append(gate_up, shared_gate_up), _append(down, shared_down)
-    count = experts + fused
+    count, order = experts + fused, layout.expert_order(router.device)
     return MoeWeights(
         router.to(torch.bfloat16).contiguous(),
-        _matrices(gate_up, (count, 2 * inner, hidden), wide, gate_up=True),
-        _matrices(down, (count, hidden, inner), wide, gate_up=False),
+        _matrices(gate_up, (count, 2 * inner, hidden), wide, order, gate_up=True),
+        _matrices(down, (count, hidden, inner), wide, order, gate_up=False),
         None if fused else plain(shared_gate_up),
         None if fused else plain(shared_down),
         top_k,
-        layout.ORDER,
+        order,
     )
 
 
@@ -172,7 +172,7 @@ def _interleave(rows: torch.Tensor, experts: int) -> torch.Tensor:
     return turned.reshape(rows.shape)
 
 
-def _matrices(given: Matrices, shape: tuple[int, int, int], wide: str, gate_up: bool) -> ExpertMatrices:
+def _matrices(given: Matrices, shape: tuple[int, int, int], wide: str, order: str, gate_up: bool) -> ExpertMatrices:
     experts, n, k = shape
     if isinstance(given, torch.Tensor):
         if tuple(given.shape) != shape:
@@ -192,8 +192,8 @@ def _matrices(given: Matrices, shape: tuple[int, int, int], wide: str, gate_up: 
             copy[piece] = _expanded(stacked.packed[piece], stacked.scales[piece], stacked.factors[piece].unsqueeze(1))
     if wide == "fp8" and copy is not None:
         fp8, copy = prepare_fp8_rows([copy], mantissa=1.5), None
-    weight = prepare_nvfp4([stacked])
-    packed = Nvfp4Experts(weight.codes, weight.scales, stacked.factors * layout.ROW_FACTOR[layout.ORDER])
+    weight = prepare_nvfp4([stacked], order=order)
+    packed = Nvfp4Experts(weight.codes, weight.scales, stacked.factors * layout.ROW_FACTOR[order])
     return ExpertMatrices(shape, packed, None if copy is None else copy.view(shape), fp8)
 
 
