@@ -49,20 +49,23 @@ class BlockPool:
         """One more holder of each. Raises ValueError on a free block."""
         refs = self.refs
         for block in blocks:
-            if refs[block] < 1:
+            holders = refs[block]
+            if holders < 1:
                 raise ValueError(f"KV block {block} is free and cannot be shared")
-            refs[block] += 1
+            refs[block] = holders + 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One holder less of each; those without a holder become free. Raises ValueError on a free block."""
         refs, free = self.refs, self._free
         for block in blocks:
             left = refs[block] - 1
-            if left < 0:
-                raise ValueError(f"KV block {block} is released twice")
-            refs[block] = left
-            if left == 0:
+            if left > 0:
+                refs[block] = left
+            elif left == 0:
+                refs[block] = 0
                 free.append(block)
+            else:
+                raise ValueError(f"KV block {block} is released twice")
 
     def free_ids(self) -> list[int]:
         """Ids of the free blocks, for integrity checks."""

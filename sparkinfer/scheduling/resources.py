@@ -90,8 +90,10 @@ class Resources:
             if sequence.phase is Phase.DONE or not sequence.publishes:
                 self.cache.drop_snapshot(checkpoint.snapshot)
                 continue
+            before = sequence.request.blocks
             node = self.cache.publish(sequence, checkpoint.position, checkpoint.snapshot)
-            self.table.blocks_replaced(sequence)
+            if sequence.request.blocks is not before:
+                self.table.blocks_replaced(sequence)
             if decode:
                 self.cache.replace_decode_checkpoint(sequence, node)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-import numpy as np
-
 from sparkinfer.errors import RequestError, SparkinferError
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.passes import PassShape, choose_pass, prefill_shape, speculation_applies
@@ -214,8 +212,8 @@ class Scheduler:
         tokens, logprobs = result.tokens[:count], result.logprobs[:count]
         table.flying[decode.slots] -= 1
         special = set(decode.checkpoints)
-        special.update(np.flatnonzero(table.attention[decode.slots]).tolist())
-        if not self._stop_ids.isdisjoint(tokens):
+        special.update(table.attention[decode.slots].nonzero()[0].tolist())
+        if self._stop_ids and not self._stop_ids.isdisjoint(tokens):
             special.update(i for i, token in enumerate(tokens) if token in flight.decoding[i].stop_ids)
         passed = 0
         for index in sorted(special):

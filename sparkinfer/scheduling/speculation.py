@@ -8,8 +8,6 @@ where its request goes on, so the request has no other row in flight behind it.
 
 from __future__ import annotations
 
-import numpy as np
-
 from sparkinfer.scheduling.blocks import blocks_for
 from sparkinfer.scheduling.checkpoints import next_decode_position
 from sparkinfer.scheduling.config import SchedulerConfig
@@ -42,8 +40,7 @@ class Speculation:
         These are requests that ask for log-probabilities, are at their last token, or have no block for a draft.
         """
         table = self.resources.table
-        waiting: list[Sequence] = table.sequences[np.flatnonzero(table.active)].tolist()
-        for sequence in sorted(waiting, key=lambda s: s.key):
+        for sequence in sorted(table.rows.sequences, key=lambda s: s.key):
             if sequence.phase is not Phase.DECODE or sequence.preempting:
                 continue  # A victim of one before it.
             if may_speculate(sequence.request):

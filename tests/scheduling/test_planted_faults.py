@@ -162,7 +162,7 @@ def second_row_behind_drafts(patch: pytest.MonkeyPatch) -> None:
     def planted(self: DecodeTable, sequence: Sequence) -> None:
         hold(self, sequence)
         self.active[sequence.request.slot] = True
-        self.num_active += 1
+        self.rows.insert(sequence)
 
     patch.setattr(DecodeTable, "hold", planted)
 
