@@ -27,7 +27,7 @@ from sparkinfer.scheduling.types import (
     StepPlan,
     StepResult,
     TokenLogprobs,
-    TokenUpdate,
+    TokenUpdates,
 )
 
 
@@ -175,12 +175,12 @@ class Scheduler:
 
     # -- results ----------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
+    def commit(self, plan: StepPlan, result: StepResult) -> TokenUpdates:
         """Take in the result of the oldest plan in flight. Raises SparkinferError when it does not fit that plan."""
         flight = self._take_oldest(plan, result)
         for node in flight.restores:
             self.cache.unpin(node)
-        updates: list[TokenUpdate] = []
+        updates = TokenUpdates()
         self._commit_decode(flight, result, updates)
         index = len(plan.decode)
         self._decode_tokens += index
@@ -204,7 +204,7 @@ class Scheduler:
         self.resources.retire(self._in_flight[-1].plan.step_id if self._in_flight else None)
         return updates
 
-    def _commit_decode(self, flight: InFlight, result: StepResult, updates: list[TokenUpdate]) -> None:
+    def _commit_decode(self, flight: InFlight, result: StepResult, updates: TokenUpdates) -> None:
         """Decode rows come first in the result. Most only pass their token on; the others are looked at one by one."""
         decode, table, count = flight.plan.decode, self.resources.table, len(flight.decoding)
         if not count:
@@ -220,7 +220,8 @@ class Scheduler:
             _pass_on(decode, slice(passed, index), tokens, logprobs, updates)
             passed = index + 1
             sequence = flight.decoding[index]
-            self.resources.publish(sequence, decode.checkpoints.get(index, ()), decode=True)
+            if index in decode.checkpoints:
+                self.resources.publish(sequence, decode.checkpoints[index], decode=True)
             stop, output_index = int(decode.starts[index]) + 1, int(decode.output_indices[index])
             self._take_token(sequence, stop, output_index, tokens[index], logprobs[index], updates)
             self.roster.settle(sequence)
@@ -233,7 +234,7 @@ class Scheduler:
         output_index: int,
         token: int,
         logprobs: TokenLogprobs | None,
-        updates: list[TokenUpdate],
+        updates: TokenUpdates,
     ) -> None:
         """A token of a sequence that may have ended since, or may end with it; its row computed up to `stop`."""
         if sequence.phase is Phase.DONE:
@@ -241,7 +242,7 @@ class Scheduler:
         request = sequence.request
         request.output.append(token)
         finish = sequence.ends_with(token, output_index, stop)
-        updates.append(TokenUpdate(request, token, logprobs, finish))
+        updates.add(request, token, logprobs, finish)
         if finish is not None:
             self.roster.finish(sequence, finish)
 
@@ -270,9 +271,9 @@ def _pass_on(
     rows: slice,
     tokens: list[int],
     logprobs: list[TokenLogprobs | None],
-    updates: list[TokenUpdate],
+    updates: TokenUpdates,
 ) -> None:
     """Tokens of requests to which nothing else happens."""
     mine = tokens[rows]
     deque(map(list.append, decode.outputs[rows], mine), maxlen=0)
-    updates.extend(map(TokenUpdate, decode.requests[rows], mine, logprobs[rows]))
+    updates.extend(decode.requests[rows], mine, logprobs[rows])

@@ -17,7 +17,7 @@ from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.scheduler import Scheduler
 from sparkinfer.scheduling.sequence import Phase, Sequence
 from sparkinfer.scheduling.speculation import Speculation
-from sparkinfer.scheduling.types import MoveKind, Row, StepPlan, TokenUpdate
+from sparkinfer.scheduling.types import MoveKind, Row, StepPlan, TokenUpdates
 from tests.scheduling.driver import fuzz
 from tests.scheduling.fake_model import FakeRunner
 
@@ -142,7 +142,7 @@ def states_of_rejected_drafts_published(patch: pytest.MonkeyPatch) -> None:
     """A state saved inside the drafts is entered whether they were accepted or not (vLLM #53505)."""
     take = Speculation._take
 
-    def planted(self: Speculation, row: Row, sequence: Sequence, tokens: list[int], updates: list[TokenUpdate]) -> int:
+    def planted(self: Speculation, row: Row, sequence: Sequence, tokens: list[int], updates: TokenUpdates) -> int:
         wrong = tuple(c for c in row.checkpoints if c.position > row.start + len(tokens))
         kept = take(self, msgspec.structs.replace(row, checkpoints=row.checkpoints[: -len(wrong) or None]), sequence,
                     tokens, updates)  # fmt: skip
