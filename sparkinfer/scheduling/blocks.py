@@ -13,7 +13,10 @@ def blocks_for(num_tokens: int) -> int:
 
 
 class BlockPool:
-    """Blocks 0 to `total` - 1. A block's reference count is the number of requests and cache entries holding it."""
+    """Blocks 0 to `total` - 1. A block's reference count is the number of its owners: a cache entry, or requests.
+
+    Requests own what is not in the cache (any more): several own a prefix that they shared when the cache was reset.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total

@@ -53,7 +53,8 @@ def _check_blocks(scheduler: Scheduler, sequences: list[Sequence]) -> None:
     holders.update(cache.retired_blocks)
     for sequence in sequences:
         _require(len(set(sequence.request.blocks)) == len(sequence.request.blocks), "a request holds a block twice")
-        holders.update(sequence.request.blocks)
+        cached = sequence.node.depth if sequence.node is not None else 0
+        holders.update(sequence.request.blocks[cached:])
     for node in cache.index:
         holders.update(node.blocks)
         host_holders.update(node.host)

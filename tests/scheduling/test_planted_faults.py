@@ -94,7 +94,7 @@ def blocks_leak(patch: pytest.MonkeyPatch) -> None:
 
 def references_leak(patch: pytest.MonkeyPatch) -> None:
     """A preempted or finished request keeps its cache entries referenced."""
-    patch.setattr(PrefixCache, "let_go", lambda self, sequence: setattr(sequence, "node", None))
+    patch.setattr(PrefixCache, "let_go", lambda self, sequence: setattr(sequence, "node", None) or [])
 
 
 def snapshot_kept(patch: pytest.MonkeyPatch) -> None:
