@@ -36,7 +36,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each. Raises ValueError when fewer are free: callers check first."""
-        free = self._free
+        refs, free = self.refs, self._free
         if count > len(free):
             raise ValueError(f"{count} KV blocks asked for, {len(free)} free")
         if count == 0:
@@ -45,7 +45,7 @@ class BlockPool:
         del free[-count:]
         taken.reverse()
         for block in taken:
-            self.refs[block] = 1
+            refs[block] = 1
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:

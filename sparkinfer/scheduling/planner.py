@@ -108,7 +108,7 @@ class Planner:
             requests=requests,
             outputs=outputs,
             blocks=blocks,
-            checkpoints=dict(zip(slots.searchsorted([*checkpoints]).tolist(), checkpoints.values(), strict=True)),
+            checkpoints={int(slots.searchsorted(slot)): saved for slot, saved in checkpoints.items()},
             changed=changed.tolist(),
         )
         if due.size:

@@ -415,12 +415,18 @@ class TokenUpdates(Sequence[TokenUpdate]):
         self.logprobs.append(logprobs)
         self.finish_reasons.append(finish_reason)
 
-    def extend(self, requests: list[Request], tokens: list[int], logprobs: list[TokenLogprobs | None]) -> None:
-        """Tokens that end no request."""
+    def extend(
+        self,
+        requests: list[Request],
+        tokens: list[int],
+        logprobs: list[TokenLogprobs | None],
+        finish_reasons: list[FinishReason | None],
+    ) -> None:
+        """More tokens, by column."""
         self.requests += requests
         self.tokens += tokens
         self.logprobs += logprobs
-        self.finish_reasons += [None] * len(requests)
+        self.finish_reasons += finish_reasons
 
     def columns(self) -> Iterable[tuple[Request, int | None, TokenLogprobs | None, FinishReason | None]]:
         """The fields of each update."""
