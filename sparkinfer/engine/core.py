@@ -11,7 +11,7 @@ from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.invariants import check_integrity
 from sparkinfer.scheduling.scheduler import Scheduler
-from sparkinfer.scheduling.types import EngineStats, Request, StepPlan, StepResult, TokenUpdate
+from sparkinfer.scheduling.types import EngineStats, Request, StepPlan, StepResult, TokenUpdates
 
 
 class Runner(Protocol):
@@ -67,8 +67,8 @@ class EngineCore:
         """Whether `step` has something to do."""
         return self.scheduler.has_work
 
-    def step(self) -> list[TokenUpdate]:
-        """Run one step and return its tokens; an empty list when there is no work.
+    def step(self) -> TokenUpdates:
+        """Run one step and return its tokens; none when there is no work.
 
         Raises SparkinferError when work waits and nothing can run, or when the scheduler's books do not balance:
         those are faults of this program.
@@ -79,21 +79,21 @@ class EngineCore:
             self._check_when_idle()
         return updates
 
-    def _step_in_turn(self) -> list[TokenUpdate]:
+    def _step_in_turn(self) -> TokenUpdates:
         plan = self.scheduler.schedule()
         if plan is None:
             self._check_progress()
-            return []
+            return TokenUpdates()
         return self.scheduler.commit(plan, self.runner.execute(plan))
 
-    def _step_overlapped(self) -> list[TokenUpdate]:
+    def _step_overlapped(self) -> TokenUpdates:
         assert isinstance(self.runner, OverlapRunner)
         while (plan := self.scheduler.schedule()) is not None:
             self.runner.launch(plan)
             self._launched.append(plan)
         if not self._launched:
             self._check_progress()
-            return []
+            return TokenUpdates()
         return self.scheduler.commit(self._launched.popleft(), self.runner.collect())
 
     def _check_when_idle(self) -> None:

@@ -35,7 +35,7 @@ from sparkinfer.engine.messages import (
     TokenEvent,
 )
 from sparkinfer.errors import RequestError, SparkinferError
-from sparkinfer.scheduling.types import FinishReason, Request, SamplingParams, TokenUpdate
+from sparkinfer.scheduling.types import FinishReason, Request, SamplingParams, TokenLogprobs, TokenUpdates
 
 log = logging.getLogger("sparkinfer.engine")
 
@@ -54,7 +54,7 @@ class Core(Protocol):
 
     def abort(self, ids: Iterable[str]) -> list[Request]: ...
 
-    def step(self) -> list[TokenUpdate]: ...
+    def step(self) -> TokenUpdates: ...
 
     def reset_cache(self) -> tuple[int, int]: ...
 
@@ -94,7 +94,7 @@ class Loop:
             if self._stop_at is not None and (not core.has_work or time.monotonic() >= self._stop_at):
                 return
             if core.has_work:
-                self._send([_event(update) for update in core.step()])
+                self._send([_event(*update) for update in core.step().columns()])
             elif self._refused or self._report:
                 self._report = True
                 self._send([])
@@ -156,20 +156,20 @@ def _request(message: AddRequest, eos: frozenset[int]) -> Request:
     )
 
 
-def _event(update: TokenUpdate) -> TokenEvent:
-    reason = None if update.finish_reason is None else update.finish_reason.value
-    logprobs = update.logprobs
-    if update.request.sampling.prompt_logprobs is not None and len(update.request.output) == 1:
-        return _first_event(update, reason)
+def _event(
+    request: Request, token: int | None, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
+) -> TokenEvent:
+    reason = None if finish_reason is None else finish_reason.value
+    if request.sampling.prompt_logprobs is not None and len(request.output) == 1:
+        return _first_event(request, token, logprobs, reason)
     if logprobs is None:
-        return TokenEvent(update.request.id, update.token, reason, num_cached=update.request.num_cached)
+        return TokenEvent(request.id, token, reason, num_cached=request.num_cached)
     top = list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
-    return TokenEvent(update.request.id, update.token, reason, logprobs.logprob, top, update.request.num_cached)
+    return TokenEvent(request.id, token, reason, logprobs.logprob, top, request.num_cached)
 
 
-def _first_event(update: TokenUpdate, reason: str | None) -> TokenEvent:
+def _first_event(request: Request, token: int | None, logprobs: TokenLogprobs | None, reason: str | None) -> TokenEvent:
     """The first token of a request that asked for its prompt's log-probabilities, or that the runner has none."""
-    request, logprobs = update.request, update.logprobs
     tokens: list[PromptToken] = []
     for position, entry in enumerate((request.prompt_logprobs or [None] * len(request.prompt))[1:], 1):
         if entry is None:
@@ -178,7 +178,7 @@ def _first_event(update: TokenUpdate, reason: str | None) -> TokenEvent:
         tokens.append((entry.logprob, entry.rank, list(zip(entry.top_ids, entry.top_logprobs, strict=True))))
     return TokenEvent(
         request.id,
-        update.token,
+        token,
         reason,
         None if logprobs is None else logprobs.logprob,
         None if logprobs is None else list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)),

@@ -13,7 +13,10 @@ def blocks_for(num_tokens: int) -> int:
 
 
 class BlockPool:
-    """Blocks 0 to `total` - 1. A block's reference count is the number of requests and cache entries holding it."""
+    """Blocks 0 to `total` - 1. A block's reference count is the number of its owners: a cache entry, or requests.
+
+    Requests own what is not in the cache (any more): several own a prefix that they shared when the cache was reset.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -33,7 +36,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each. Raises ValueError when fewer are free: callers check first."""
-        free = self._free
+        refs, free = self.refs, self._free
         if count > len(free):
             raise ValueError(f"{count} KV blocks asked for, {len(free)} free")
         if count == 0:
@@ -42,27 +45,30 @@ class BlockPool:
         del free[-count:]
         taken.reverse()
         for block in taken:
-            self.refs[block] = 1
+            refs[block] = 1
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more holder of each. Raises ValueError on a free block."""
         refs = self.refs
         for block in blocks:
-            if refs[block] < 1:
+            holders = refs[block]
+            if holders < 1:
                 raise ValueError(f"KV block {block} is free and cannot be shared")
-            refs[block] += 1
+            refs[block] = holders + 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One holder less of each; those without a holder become free. Raises ValueError on a free block."""
         refs, free = self.refs, self._free
         for block in blocks:
             left = refs[block] - 1
-            if left < 0:
-                raise ValueError(f"KV block {block} is released twice")
-            refs[block] = left
-            if left == 0:
+            if left > 0:
+                refs[block] = left
+            elif left == 0:
+                refs[block] = 0
                 free.append(block)
+            else:
+                raise ValueError(f"KV block {block} is released twice")
 
     def free_ids(self) -> list[int]:
         """Ids of the free blocks, for integrity checks."""

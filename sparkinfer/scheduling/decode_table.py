@@ -7,6 +7,8 @@ samples its first token until it gives its slot back.
 
 from __future__ import annotations
 
+import bisect
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +17,68 @@ from sparkinfer.scheduling.types import KV_BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from sparkinfer.scheduling.sequence import Sequence
+    from sparkinfer.scheduling.types import Request
+
+    RowLists = tuple[list[Sequence], list[Request], list[list[int]], list[list[int]]]
+
+
+class ActiveRows:
+    """The requests that get rows, in ascending order of slots, as the lists that a plan has.
+
+    Few of a thousand come or go between two steps, so the lists are kept instead of gathered for each plan. Plans and
+    this object share them; what a plan has never changes, for the first change after a plan makes new lists.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.sequences: list[Sequence] = []
+        self.requests: list[Request] = []
+        self.outputs: list[list[int]] = []
+        self.blocks: list[list[int]] = []
+        self._shared = False
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def insert(self, sequence: Sequence) -> None:
+        """One more request gets rows."""
+        self._unshare()
+        request = sequence.request
+        row = bisect.bisect_left(self.slots, request.slot)
+        self.slots.insert(row, request.slot)
+        self.sequences.insert(row, sequence)
+        self.requests.insert(row, request)
+        self.outputs.insert(row, request.output)
+        self.blocks.insert(row, request.blocks)
+
+    def remove(self, slot: int) -> None:
+        """A request gets no more rows."""
+        self._unshare()
+        row = bisect.bisect_left(self.slots, slot)
+        for column in (self.slots, self.sequences, self.requests, self.outputs, self.blocks):
+            del column[row]
+
+    def replace_blocks(self, slot: int, blocks: list[int]) -> None:
+        """A request that gets rows has another block list."""
+        self._unshare()
+        self.blocks[bisect.bisect_left(self.slots, slot)] = blocks
+
+    def lists(self, without: list[int]) -> RowLists:
+        """Sequences, requests, outputs and blocks for a plan, less those of some slots. The caller changes none."""
+        if without:
+            kept = [slot not in without for slot in self.slots]
+            return (
+                list(compress(self.sequences, kept)), list(compress(self.requests, kept)),
+                list(compress(self.outputs, kept)), list(compress(self.blocks, kept)),
+            )  # fmt: skip
+        self._shared = True
+        return self.sequences, self.requests, self.outputs, self.blocks
+
+    def _unshare(self) -> None:
+        if self._shared:
+            self.sequences, self.requests = self.sequences.copy(), self.requests.copy()
+            self.outputs, self.blocks = self.outputs.copy(), self.blocks.copy()
+            self._shared = False
 
 
 class DecodeTable:
@@ -41,10 +105,13 @@ class DecodeTable:
         self.changed = np.zeros(num_slots, dtype=bool)
         """The block list is not the one of the row before."""
         self.sequences = np.full(num_slots, None, dtype=object)
-        self.requests = np.full(num_slots, None, dtype=object)
-        self.blocks = np.full(num_slots, None, dtype=object)
-        self.outputs = np.full(num_slots, None, dtype=object)
-        self.num_active = 0
+        self.rows = ActiveRows()
+        """Those that are active."""
+
+    @property
+    def num_active(self) -> int:
+        """Requests that get rows."""
+        return len(self.rows)
 
     def join(self, sequence: Sequence) -> None:
         """The sequence generates from now on."""
@@ -57,12 +124,11 @@ class DecodeTable:
         self.prompt_len[slot] = sequence.prompt_len
         self.attention[slot] = False
         self.changed[slot] = True
-        self.sequences[slot], self.requests[slot] = sequence, request
-        self.blocks[slot], self.outputs[slot] = request.blocks, request.output
+        self.sequences[slot] = sequence
         request._table = self
         if request.num_computed < sequence.end_computed:
             self.active[slot] = True
-            self.num_active += 1
+            self.rows.insert(sequence)
         else:
             self.attention[slot] = True
 
@@ -75,7 +141,7 @@ class DecodeTable:
         self.attention[slot] = True
         if self.active[slot]:
             self.active[slot] = False
-            self.num_active -= 1
+            self.rows.remove(slot)
 
     def hold(self, sequence: Sequence) -> None:
         """A row with drafts is in the plan. It computes one position for certain, and no row follows until it commits;
@@ -95,7 +161,7 @@ class DecodeTable:
         if computed < sequence.end_computed and not sequence.preempting:
             self.attention[slot] = False
             self.active[slot] = True
-            self.num_active += 1
+            self.rows.insert(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence gives its slot back."""
@@ -107,27 +173,27 @@ class DecodeTable:
         computed, outputs = request.num_computed, request.num_in_flight_outputs
         request._table = None
         request.num_computed, request.num_in_flight_outputs = computed, outputs
-        self.sequences[slot] = self.requests[slot] = self.blocks[slot] = self.outputs[slot] = None
+        self.sequences[slot] = None
 
-    def looked_at(self, slots: list[int], room: list[int], last: list[int], checkpoint_at: list[int]) -> None:
-        """What the planner found when it looked at the requests of some slots."""
-        self.room[slots], self.last[slots], self.checkpoint_at[slots] = room, last, checkpoint_at
-        self._set_due(slots)
+    def looked_at(self, slot: int, room: int, last: int, checkpoint_at: int) -> None:
+        """What the planner found when it looked at the request of a slot."""
+        self.room[slot], self.last[slot], self.checkpoint_at[slot] = room, last, checkpoint_at
+        self.due[slot] = min(room, last, checkpoint_at)
 
-    def grow(self, slots: np.ndarray, blocks: list[int]) -> None:
-        """One more block for each of the requests of some slots."""
-        for own, block in zip(self.blocks[slots].tolist(), blocks, strict=True):
-            own.append(block)
-        self.room[slots] += KV_BLOCK_TOKENS
+    def grow(self, rows: np.ndarray, slots: np.ndarray, blocks: list[int]) -> None:
+        """One more block for each of some active requests, given by row and by slot."""
+        own = self.rows.blocks
+        for row, block in zip(rows.tolist(), blocks, strict=True):
+            own[row].append(block)
+        room = self.room[slots] + KV_BLOCK_TOKENS
+        self.room[slots] = room
         self.changed[slots] = True
-        self._set_due(slots)
-
-    def _set_due(self, slots: np.ndarray | list[int]) -> None:
-        self.due[slots] = np.minimum(np.minimum(self.room[slots], self.last[slots]), self.checkpoint_at[slots])
+        self.due[slots] = np.minimum(np.minimum(room, self.last[slots]), self.checkpoint_at[slots])
 
     def blocks_replaced(self, sequence: Sequence) -> None:
-        """The sequence's request may have another block list."""
+        """The sequence's request has another block list."""
         request = sequence.request
-        if request._table is not None and self.blocks[request.slot] is not request.blocks:
-            self.blocks[request.slot] = request.blocks
+        if request._table is not None:
             self.changed[request.slot] = True
+            if self.active[request.slot]:
+                self.rows.replace_blocks(request.slot, request.blocks)

@@ -53,7 +53,8 @@ def _check_blocks(scheduler: Scheduler, sequences: list[Sequence]) -> None:
     holders.update(cache.retired_blocks)
     for sequence in sequences:
         _require(len(set(sequence.request.blocks)) == len(sequence.request.blocks), "a request holds a block twice")
-        holders.update(sequence.request.blocks)
+        cached = sequence.node.depth if sequence.node is not None else 0
+        holders.update(sequence.request.blocks[cached:])
     for node in cache.index:
         holders.update(node.blocks)
         host_holders.update(node.host)
@@ -182,12 +183,16 @@ def _check_table(scheduler: Scheduler, sequences: list[Sequence]) -> None:
     table = scheduler.resources.table
     inside = {s.request.slot: s for s in sequences if s.request._table is not None}
     _require(set(np.flatnonzero(table.sequences != None).tolist()) == set(inside), "the decode table has another slot")  # noqa: E711
-    _require(int(table.active.sum()) == table.num_active, "active requests miscounted")
+    rows = table.rows
+    _require(np.flatnonzero(table.active).tolist() == rows.slots, "active requests miscounted")
+    columns = zip(rows.slots, rows.sequences, rows.requests, rows.outputs, rows.blocks, strict=True)
+    for slot, sequence, request, output, blocks in columns:
+        mine = inside.get(slot) is sequence and sequence.request is request and blocks is request.blocks
+        _require(mine, "the decode table shows another request")
+        _require(output is request.output, "the decode table shows another request's output")
     for slot, sequence in inside.items():
         request = sequence.request
-        mine = table.sequences[slot] is sequence and table.requests[slot] is request
-        _require(mine and table.blocks[slot] is request.blocks, "the decode table shows another request")
-        _require(table.outputs[slot] is request.output, "the decode table shows another request's output")
+        _require(table.sequences[slot] is sequence, "the decode table shows another request")
         room = len(request.blocks) * KV_BLOCK_TOKENS
         _require(table.last[slot] < 0 or table.room[slot] == room, "the decode table shows another number of blocks")
         ready = sequence.phase is Phase.DECODE and not sequence.preempting

@@ -29,7 +29,7 @@ class InFlight:
     """A plan that is not committed, with the sequences of its rows and the nodes they restore from."""
 
     plan: StepPlan
-    decoding: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=object))
+    decoding: list[Sequence] = field(default_factory=list)
     """Sequences of the decode rows."""
     verifying: list[Sequence] = field(default_factory=list)
     """Of those with drafts."""
@@ -83,47 +83,51 @@ class Planner:
     def add_decode_rows(self, flight: InFlight) -> None:
         """A row for every decoding request that has a next token to compute and memory for it."""
         table = self.table
-        slots = np.flatnonzero(table.active)
-        due = slots[table.start[slots] >= table.due[slots]]
+        slots = table.active.nonzero()[0]
+        starts = table.start[slots]
+        rows = (starts >= table.due[slots]).nonzero()[0]
+        due = slots[rows]
         checkpoints: dict[int, tuple[Checkpoint, ...]] = {}
+        stalled: list[int] = []
         if due.size:
-            stalled = self._prepare(due, checkpoints)
-            slots = np.flatnonzero(table.active)
-            if stalled:
+            stalled = self._prepare(rows, due, checkpoints)
+            if stalled or len(slots) != table.num_active:
+                slots = table.active.nonzero()[0]
                 slots = slots[~np.isin(slots, stalled)]
-        starts, flying = table.start[slots], table.flying[slots]
-        table.start[slots] = starts + 1
+                starts = table.start[slots]
+        after, flying, changed = starts + 1, table.flying[slots], table.changed[slots].nonzero()[0]
+        table.start[slots] = after
         table.flying[slots] = flying + 1
-        flight.decoding = table.sequences[slots]
+        table.changed[slots[changed]] = False
+        flight.decoding, requests, outputs, blocks = table.rows.lists(without=stalled)
         flight.plan.decode = DecodeRows(
             slots=slots,
             starts=starts,
-            output_indices=starts + 1 - table.prompt_len[slots],
+            output_indices=after - table.prompt_len[slots],
             pending=flying > 0,
-            requests=table.requests[slots].tolist(),
-            outputs=table.outputs[slots].tolist(),
-            blocks=table.blocks[slots].tolist(),
-            checkpoints={int(np.searchsorted(slots, slot)): saved for slot, saved in checkpoints.items()},
-            changed=np.flatnonzero(table.changed[slots]).tolist(),
+            requests=requests,
+            outputs=outputs,
+            blocks=blocks,
+            checkpoints={int(slots.searchsorted(slot)): saved for slot, saved in checkpoints.items()},
+            changed=changed.tolist(),
         )
-        table.changed[slots] = False
         if due.size:
             self._rest_at_end(due)
 
-    def _prepare(self, due: np.ndarray, checkpoints: dict[int, tuple[Checkpoint, ...]]) -> list[int]:
+    def _prepare(self, rows: np.ndarray, due: np.ndarray, checkpoints: dict[int, tuple[Checkpoint, ...]]) -> list[int]:
         """Blocks and checkpoints for the sequences that need one, oldest first; returns slots that must stand still.
 
-        `checkpoints` is filled by slot.
+        `due` has the sequences' slots, `rows` their places among the active ones. `checkpoints` is filled by slot.
         """
         table, blocks = self.table, self.resources.blocks
         stalled: list[int] = []
         if blocks.num_free >= len(due):
             # Memory for all: those that need a block and nothing else get it together.
             plain = table.start[due] < np.minimum(table.last[due], table.checkpoint_at[due])
-            table.grow(due[plain], blocks.allocate(int(plain.sum())))
+            alike = due[plain]
+            table.grow(rows[plain], alike, blocks.allocate(len(alike)))
             due = due[~plain]
         waiting = zip(table.sequences[due].tolist(), due.tolist(), table.start[due].tolist(), strict=True)
-        looked_at: list[tuple[int, int, int, int]] = []
         for sequence, slot, start in sorted(waiting, key=_key):
             if sequence.phase is not Phase.DECODE or sequence.preempting:
                 continue  # A victim of one before it.
@@ -134,10 +138,7 @@ class Planner:
             if start + 1 == sequence.next_checkpoint and (saved := self._decode_checkpoint(sequence)):
                 checkpoints[slot] = saved
             room = len(own) * KV_BLOCK_TOKENS
-            looked_at.append((slot, room, sequence.end_computed - 1, sequence.next_checkpoint - 1))
-        if looked_at:
-            slots, rooms, lasts, checkpoint_at = zip(*looked_at, strict=True)
-            table.looked_at(list(slots), list(rooms), list(lasts), list(checkpoint_at))
+            table.looked_at(slot, room, sequence.end_computed - 1, sequence.next_checkpoint - 1)
         return stalled
 
     def _rest_at_end(self, due: np.ndarray) -> None:

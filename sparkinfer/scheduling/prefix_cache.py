@@ -4,6 +4,9 @@ A hit at position p needs the KV blocks of [0, p) (on the device, or on the host
 snapshot of the state after p tokens. Nodes enter the index when the step that wrote a snapshot commits. A running
 request holds one reference on each node of its leading blocks; nodes without references are kept while they lead to a
 snapshot, and their blocks are given up, or moved to the host, when the pool needs them.
+
+The blocks of a node belong to the node, a request owns only those behind its node. Neither publishing nor the end of a
+request thus looks at each of the many blocks that are or remain in the cache.
 """
 
 from __future__ import annotations
@@ -108,21 +111,23 @@ class PrefixCache:
             on_device += len(node.blocks)
         return on_device
 
-    def let_go(self, sequence: Sequence) -> None:
-        """Drop the sequence's references."""
+    def let_go(self, sequence: Sequence) -> list[list[int]]:
+        """Drop the sequence's references; returns the blocks of each node that then leads nowhere, to be released."""
         node = sequence.node
         sequence.node = sequence.last_decode_node = None
+        given_up: list[list[int]] = []
         while node is not None:
             parent = node.parent
             node.refs -= 1
             if node.refs == 0:
                 self.num_evictable += len(node.blocks)
                 if node.device_children == 0:
-                    self._prune(node)
+                    given_up = self._prune(node) + given_up  # In the order of positions.
             node = parent
+        return given_up
 
     def use(self, sequence: Sequence, match: Match) -> list[int]:
-        """The device blocks of a held hit, one more holder each, after bringing back what lies on the host.
+        """The device blocks of a held hit, after bringing back what lies on the host; they remain the nodes' own.
 
         The caller has made sure that enough blocks are free or evictable. The snapshot is pinned until
         `unpin`, when the row that restores it commits.
@@ -134,7 +139,6 @@ class PrefixCache:
             if node.host:
                 self._bring_back(node)
             found += node.blocks
-        self.blocks.share(found)
         match.node.pins += 1
         match.node.hits += 1
         self._clock.touch(match.node)
@@ -192,8 +196,8 @@ class PrefixCache:
     def publish(self, sequence: Sequence, position: int, snapshot: int) -> PrefixNode:
         """Enter the first `position` tokens with their snapshot; the step that wrote it has committed.
 
-        Where another request has entered the same tokens before, the sequence takes over those blocks and
-        its own ones are retired. Returns the node of the position.
+        Their blocks are the cache's from then on. Where another request has entered the same tokens before, the
+        sequence takes over those blocks and its own ones are retired. Returns the node of the position.
         """
         num_blocks = position // KV_BLOCK_TOKENS
         hashes, own = sequence.hashes, sequence.request.blocks
@@ -206,9 +210,7 @@ class PrefixCache:
             own = self._adopt(sequence, node, own)
             depth += common
         if depth < num_blocks:
-            fresh = own[depth:num_blocks]
-            node = self.index.insert(node, hashes[depth:num_blocks], fresh)
-            self.blocks.share(fresh)
+            node = self.index.insert(node, hashes[depth:num_blocks], own[depth:num_blocks])
         if node is None or node.position != position:
             raise ValueError(f"a snapshot of position {position} published behind an entry of the same request")
         sequence.node = node
@@ -227,18 +229,14 @@ class PrefixCache:
         self._reference(node)
         start, on_device = node.start, len(node.blocks)
         if node.host:
-            mine = own[start + on_device : node.depth]
-            self._on_device_again(node, list(mine))
-            self.blocks.share(mine)
-        if own[start : start + on_device] == node.blocks[:on_device]:
+            self._on_device_again(node, own[start + on_device : node.depth])
+        if not on_device:
             return own
         if own is sequence.request.blocks:
             own = list(own)  # A new list: rows in flight keep reading the old one, whose blocks stay until they commit.
-        for place, block in enumerate(node.blocks[:on_device], start):
-            if own[place] != block:
-                self.blocks.share((block,))
-                self.retired_blocks.append(own[place])
-                own[place] = block
+        stop = start + on_device
+        self.retired_blocks += own[start:stop]
+        own[start:stop] = node.blocks[:on_device]
         return own
 
     def _attach(self, node: PrefixNode, position: int, snapshot: int) -> None:
@@ -328,18 +326,27 @@ class PrefixCache:
         self._free_snapshot(node)
         self.index.version += 1
         if node.refs == 0:
-            self._prune(node)
+            self._release(self._prune(node))
 
-    def _prune(self, node: PrefixNode) -> None:
-        """Remove an unreferenced node, and those before it, as far as they lead to no snapshot."""
+    def _release(self, given_up: Iterable[list[int]]) -> None:
+        for blocks in given_up:
+            self.blocks.release(blocks)
+
+    def _prune(self, node: PrefixNode) -> list[list[int]]:
+        """Remove an unreferenced node, and those before it, as far as they lead to no snapshot.
+
+        Returns the blocks of each, for the caller to release.
+        """
         current: PrefixNode | None = node
+        given_up: list[list[int]] = []
         while current is not None and current.refs == 0:
             if current.children or current.snapshot >= 0:
                 self._device_heap.push(current)
                 self._host_heap.push(current)
                 break
-            self._remove(current)
+            given_up.append(self._remove(current))
             current = current.parent
+        return given_up
 
     def _remove_subtree(self, top: PrefixNode) -> None:
         """Remove an unreferenced node with all below it, then what leads nowhere above it."""
@@ -350,19 +357,23 @@ class PrefixCache:
             if node.snapshot >= 0:
                 self._free_snapshot(node)
                 self.counters.evictions += 1
-            self._remove(node)
+            self.blocks.release(self._remove(node))
         if top.parent is not None and top.parent.refs == 0:
-            self._prune(top.parent)
+            self._release(self._prune(top.parent))
         self.counters.evictions += before - self.index.num_blocks
 
-    def _remove(self, node: PrefixNode) -> None:
-        """Remove an unreferenced node without children and give its blocks back; its snapshot has gone before."""
+    def _remove(self, node: PrefixNode) -> list[int]:
+        """Remove an unreferenced node without children; its snapshot has gone before.
+
+        Its host blocks are given back; the device blocks are returned, for the caller to release.
+        """
         self.index.remove(node)
-        self.num_evictable -= len(node.blocks)
-        self.blocks.release(node.blocks)
+        blocks = node.blocks
+        self.num_evictable -= len(blocks)
         for host_block in node.host:
             self.host.release(host_block)
         node.blocks, node.host = [], []
+        return blocks
 
     def reset(self, holders: Iterable[Sequence]) -> tuple[int, int]:
         """Drop everything; returns dropped (blocks, snapshots).
@@ -372,14 +383,16 @@ class PrefixCache:
         """
         blocks, snapshots = self.index.num_blocks, 0
         for sequence in holders:
-            self.let_go(sequence)
+            if sequence.node is not None:
+                self.blocks.share(sequence.request.blocks[: sequence.node.depth])
+            self._release(self.let_go(sequence))
         for node in sorted(self.index, key=lambda n: -n.depth):
             snapshots += node.snapshot >= 0
             if node.pins:
                 self.orphans.append(node)
             elif node.snapshot >= 0:
                 self._free_snapshot(node)
-            self._remove(node)
+            self.blocks.release(self._remove(node))
         return blocks, snapshots
 
     # -- figures ----------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Insert by key. Keys are unique: the second part is a serial number."""
-        bisect.insort(self._items, (sequence.key, sequence), key=lambda item: item[0])
+        bisect.insort(self._items, (sequence.key, sequence))  # Sequences are never compared: keys differ.
 
     def head(self) -> Sequence | None:
         """The first one, or None."""
@@ -47,7 +47,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take one out. Raises ValueError when it is not in the queue."""
-        index = bisect.bisect_left(self._items, sequence.key, key=lambda item: item[0])
+        index = bisect.bisect_left(self._items, (sequence.key, sequence))
         if index == len(self._items) or self._items[index][1] is not sequence:
             raise ValueError(f"request {sequence.request.id} is not waiting")
         del self._items[index]

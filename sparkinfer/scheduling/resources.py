@@ -59,7 +59,7 @@ class Resources:
         needed = blocks_for(request.num_tokens) - on_device
         reserve = self.config.watermark_blocks if others_run else 0
         if self.available < needed + reserve:
-            self.cache.let_go(sequence)
+            self.cache.let_go(sequence)  # Its nodes lead to the hit's snapshot, so none of them goes.
             self._refused = (sequence, self.available, self.cache.index.version)
             return False
         self._refused = None
@@ -90,8 +90,10 @@ class Resources:
             if sequence.phase is Phase.DONE or not sequence.publishes:
                 self.cache.drop_snapshot(checkpoint.snapshot)
                 continue
+            before = sequence.request.blocks
             node = self.cache.publish(sequence, checkpoint.position, checkpoint.snapshot)
-            self.table.blocks_replaced(sequence)
+            if sequence.request.blocks is not before:
+                self.table.blocks_replaced(sequence)
             if decode:
                 self.cache.replace_decode_checkpoint(sequence, node)
 
@@ -111,8 +113,9 @@ class Resources:
         """Take everything back. No plan in flight may use it any more."""
         request = sequence.request
         self.table.leave(sequence)
-        self.cache.let_go(sequence)
-        self.blocks.release(request.blocks)
+        cached = sequence.node.depth if sequence.node is not None else 0
+        for blocks in (*self.cache.let_go(sequence), request.blocks[cached:]):
+            self.blocks.release(blocks)
         request.blocks = []
         if request.slot >= 0:
             self.slots.release(request.slot)

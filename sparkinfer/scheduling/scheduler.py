@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-
-import numpy as np
+from itertools import compress
+from typing import TypeVar
 
 from sparkinfer.errors import RequestError, SparkinferError
 from sparkinfer.scheduling.config import SchedulerConfig
@@ -21,16 +21,16 @@ from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.sequence import Phase, Sequence, make_sequence
 from sparkinfer.scheduling.speculation import Speculation
 from sparkinfer.scheduling.types import (
-    DecodeRows,
     EngineStats,
     FinishReason,
     Request,
     RequestState,
     StepPlan,
     StepResult,
-    TokenLogprobs,
-    TokenUpdate,
+    TokenUpdates,
 )
+
+T = TypeVar("T")
 
 
 class Scheduler:
@@ -177,12 +177,12 @@ class Scheduler:
 
     # -- results ----------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
+    def commit(self, plan: StepPlan, result: StepResult) -> TokenUpdates:
         """Take in the result of the oldest plan in flight. Raises SparkinferError when it does not fit that plan."""
         flight = self._take_oldest(plan, result)
         for node in flight.restores:
             self.cache.unpin(node)
-        updates: list[TokenUpdate] = []
+        updates = TokenUpdates()
         self._commit_decode(flight, result, updates)
         index = len(plan.decode)
         self._decode_tokens += index
@@ -191,12 +191,13 @@ class Scheduler:
         for row, sequence in zip(plan.prefill, flight.prefilling, strict=True):
             self._prefill_tokens += row.length
             if row.samples:
-                row.request.num_in_flight_outputs -= 1
-                stop = row.start + row.length
+                request, token = row.request, result.tokens[index]
+                request.num_in_flight_outputs -= 1
                 self.resources.publish(sequence, row.checkpoints, decode=False)
-                self._take_token(
-                    sequence, stop, row.output_index, result.tokens[index], result.logprobs[index], updates
-                )
+                if sequence.phase is not Phase.DONE:
+                    request.output.append(token)
+                    finish = self._finish_with(sequence, token, row.output_index, row.start + row.length)
+                    updates.add(request, token, result.logprobs[index], finish)
                 index += 1
             else:
                 sequence.chunks_in_flight -= 1
@@ -206,46 +207,38 @@ class Scheduler:
         self.resources.retire(self._in_flight[-1].plan.step_id if self._in_flight else None)
         return updates
 
-    def _commit_decode(self, flight: InFlight, result: StepResult, updates: list[TokenUpdate]) -> None:
-        """Decode rows come first in the result. Most only pass their token on; the others are looked at one by one."""
+    def _commit_decode(self, flight: InFlight, result: StepResult, updates: TokenUpdates) -> None:
+        """Decode rows come first in the result. All pass their token on; few are looked at one by one."""
         decode, table, count = flight.plan.decode, self.resources.table, len(flight.decoding)
         if not count:
             return
         tokens, logprobs = result.tokens[:count], result.logprobs[:count]
         table.flying[decode.slots] -= 1
         special = set(decode.checkpoints)
-        special.update(np.flatnonzero(table.attention[decode.slots]).tolist())
-        if not self._stop_ids.isdisjoint(tokens):
+        special.update(table.attention[decode.slots].nonzero()[0].tolist())
+        if self._stop_ids and not self._stop_ids.isdisjoint(tokens):
             special.update(i for i, token in enumerate(tokens) if token in flight.decoding[i].stop_ids)
-        passed = 0
+        # Cancelled while this plan was in flight: nobody takes these tokens.
+        ended = {index for index in special if flight.decoding[index].phase is Phase.DONE}
+        live = [index not in ended for index in range(count)] if ended else None
+        deque(map(list.append, _kept(decode.outputs, live), _kept(tokens, live)), maxlen=0)
+        reasons: list[FinishReason | None] = [None] * count
         for index in sorted(special):
-            _pass_on(decode, slice(passed, index), tokens, logprobs, updates)
-            passed = index + 1
             sequence = flight.decoding[index]
-            self.resources.publish(sequence, decode.checkpoints.get(index, ()), decode=True)
-            stop, output_index = int(decode.starts[index]) + 1, int(decode.output_indices[index])
-            self._take_token(sequence, stop, output_index, tokens[index], logprobs[index], updates)
+            if index in decode.checkpoints:
+                self.resources.publish(sequence, decode.checkpoints[index], decode=True)
+            if index not in ended:
+                stop, output_index = int(decode.starts[index]) + 1, int(decode.output_indices[index])
+                reasons[index] = self._finish_with(sequence, tokens[index], output_index, stop)
             self.roster.settle(sequence)
-        _pass_on(decode, slice(passed, count), tokens, logprobs, updates)
+        updates.extend(_kept(decode.requests, live), _kept(tokens, live), _kept(logprobs, live), _kept(reasons, live))
 
-    def _take_token(
-        self,
-        sequence: Sequence,
-        stop: int,
-        output_index: int,
-        token: int,
-        logprobs: TokenLogprobs | None,
-        updates: list[TokenUpdate],
-    ) -> None:
-        """A token of a sequence that may have ended since, or may end with it; its row computed up to `stop`."""
-        if sequence.phase is Phase.DONE:
-            return
-        request = sequence.request
-        request.output.append(token)
+    def _finish_with(self, sequence: Sequence, token: int, output_index: int, stop: int) -> FinishReason | None:
+        """End a sequence if this token is its last one, and say why; its row computed up to `stop`."""
         finish = sequence.ends_with(token, output_index, stop)
-        updates.append(TokenUpdate(request, token, logprobs, finish))
         if finish is not None:
             self.roster.finish(sequence, finish)
+        return finish
 
     def _take_oldest(self, plan: StepPlan, result: StepResult) -> InFlight:
         """The oldest plan in flight, if that is what `result` answers."""
@@ -267,14 +260,6 @@ class Scheduler:
         return self._in_flight.popleft()
 
 
-def _pass_on(
-    decode: DecodeRows,
-    rows: slice,
-    tokens: list[int],
-    logprobs: list[TokenLogprobs | None],
-    updates: list[TokenUpdate],
-) -> None:
-    """Tokens of requests to which nothing else happens."""
-    mine = tokens[rows]
-    deque(map(list.append, decode.outputs[rows], mine), maxlen=0)
-    updates.extend(map(TokenUpdate, decode.requests[rows], mine, logprobs[rows]))
+def _kept(column: list[T], live: list[bool] | None) -> list[T]:
+    """The entries of live rows; all of them without `live`."""
+    return column if live is None else list(compress(column, live))

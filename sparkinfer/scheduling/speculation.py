@@ -8,8 +8,6 @@ where its request goes on, so the request has no other row in flight behind it.
 
 from __future__ import annotations
 
-import numpy as np
-
 from sparkinfer.scheduling.blocks import blocks_for
 from sparkinfer.scheduling.checkpoints import next_decode_position
 from sparkinfer.scheduling.config import SchedulerConfig
@@ -17,7 +15,7 @@ from sparkinfer.scheduling.planner import InFlight
 from sparkinfer.scheduling.resources import Resources
 from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.sequence import NEVER, Phase, Sequence
-from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Checkpoint, Request, Row, TokenUpdate
+from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Checkpoint, Request, Row, TokenUpdates
 
 
 def may_speculate(request: Request) -> bool:
@@ -42,8 +40,7 @@ class Speculation:
         These are requests that ask for log-probabilities, are at their last token, or have no block for a draft.
         """
         table = self.resources.table
-        waiting: list[Sequence] = table.sequences[np.flatnonzero(table.active)].tolist()
-        for sequence in sorted(waiting, key=lambda s: s.key):
+        for sequence in sorted(table.rows.sequences, key=lambda s: s.key):
             if sequence.phase is not Phase.DECODE or sequence.preempting:
                 continue  # A victim of one before it.
             if may_speculate(sequence.request):
@@ -91,7 +88,7 @@ class Speculation:
             position = next_decode_position(position, sequence.end_computed, self.config)
         return tuple(found)
 
-    def commit(self, row: Row, sequence: Sequence, tokens: list[int], updates: list[TokenUpdate]) -> int:
+    def commit(self, row: Row, sequence: Sequence, tokens: list[int], updates: TokenUpdates) -> int:
         """Take in the accepted drafts and the token after them; returns how many tokens the request has gained."""
         request = sequence.request
         request.num_in_flight_outputs -= 1
@@ -106,12 +103,12 @@ class Speculation:
         self.roster.settle(sequence)
         return kept
 
-    def _take(self, row: Row, sequence: Sequence, tokens: list[int], updates: list[TokenUpdate]) -> int:
+    def _take(self, row: Row, sequence: Sequence, tokens: list[int], updates: TokenUpdates) -> int:
         request, finish, kept = sequence.request, None, 0
         for kept, token in enumerate(tokens, 1):
             request.output.append(token)
             finish = sequence.ends_with(token, row.output_index + kept - 1, row.start + kept)
-            updates.append(TokenUpdate(request, token, None, finish))
+            updates.add(request, token, None, finish)
             if finish is not None:
                 break
         computed = row.start + kept

@@ -4,8 +4,9 @@ The scheduler turns waiting and running requests into a `StepPlan`; the model ru
 answers with a `StepResult`; the scheduler commits the result. All counts are tokens, all positions are
 zero-based token positions in a request's sequence (prompt followed by generated tokens).
 
-A plan keeps its decode rows as columns (`DecodeRows`): at a thousand running requests one object per row and step would
-be most of a step's bookkeeping. `StepPlan.rows` shows all rows as objects to whom the cost does not matter.
+A plan keeps its decode rows as columns (`DecodeRows`), and a commit its tokens (`TokenUpdates`): at a thousand running
+requests one object per row and step would be most of a step's bookkeeping. `StepPlan.rows` shows all rows as objects to
+whom the cost does not matter, and so do `TokenUpdates` when one walks through them.
 `Row` and `TokenUpdate` are msgspec structs, which are made several times faster than dataclasses. Change one with
 `msgspec.structs.replace`.
 """
@@ -13,9 +14,9 @@ be most of a step's bookkeeping. `StepPlan.rows` shows all rows as objects to wh
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import msgspec
 import numpy as np
@@ -213,6 +214,11 @@ class BlockMove:
     host_block: int
 
 
+# A plan begins without decode rows, so these are not made each time. Arrays without entries cannot change.
+_NO_NUMBERS = np.empty(0, dtype=np.int64)
+_NO_FLAGS = np.empty(0, dtype=bool)
+
+
 class DecodeRows:
     """The decode rows of a plan, as columns: every one computes one token and samples the next.
 
@@ -254,6 +260,8 @@ class DecodeRows:
         Raises ValueError for a row that contradicts the contract of a decode row.
         """
         rows = list(rows)
+        if not rows:
+            return cls(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_FLAGS, [], [], [], {}, [])
         for row in rows:
             if row.length != 1:
                 raise ValueError(f"request {row.request.id}: a decode row computes 1 token, not {row.length}")
@@ -382,6 +390,60 @@ class TokenUpdate(msgspec.Struct, eq=False, gc=False):
     token: int | None
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
+
+
+class TokenUpdates(Sequence[TokenUpdate]):
+    """What a step has yielded, in order, as columns: see the module.
+
+    As a sequence it makes its objects when asked for; `columns` is for who looks at each of a thousand.
+    """
+
+    __slots__ = ("finish_reasons", "logprobs", "requests", "tokens")
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.tokens: list[int | None] = []
+        self.logprobs: list[TokenLogprobs | None] = []
+        self.finish_reasons: list[FinishReason | None] = []
+
+    def add(
+        self, request: Request, token: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
+    ) -> None:
+        """One more token."""
+        self.requests.append(request)
+        self.tokens.append(token)
+        self.logprobs.append(logprobs)
+        self.finish_reasons.append(finish_reason)
+
+    def extend(
+        self,
+        requests: list[Request],
+        tokens: list[int],
+        logprobs: list[TokenLogprobs | None],
+        finish_reasons: list[FinishReason | None],
+    ) -> None:
+        """More tokens, by column."""
+        self.requests += requests
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.finish_reasons += finish_reasons
+
+    def columns(self) -> Iterable[tuple[Request, int | None, TokenLogprobs | None, FinishReason | None]]:
+        """The fields of each update."""
+        return zip(self.requests, self.tokens, self.logprobs, self.finish_reasons, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[TokenUpdate]:
+        return map(TokenUpdate, self.requests, self.tokens, self.logprobs, self.finish_reasons)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenUpdate: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenUpdate]: ...
+    def __getitem__(self, index: int | slice) -> TokenUpdate | list[TokenUpdate]:
+        return list(self)[index]
 
 
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):

@@ -17,7 +17,7 @@ from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.scheduler import Scheduler
 from sparkinfer.scheduling.sequence import Phase, Sequence
 from sparkinfer.scheduling.speculation import Speculation
-from sparkinfer.scheduling.types import MoveKind, Row, StepPlan, TokenUpdate
+from sparkinfer.scheduling.types import MoveKind, Row, StepPlan, TokenUpdates
 from tests.scheduling.driver import fuzz
 from tests.scheduling.fake_model import FakeRunner
 
@@ -94,7 +94,7 @@ def blocks_leak(patch: pytest.MonkeyPatch) -> None:
 
 def references_leak(patch: pytest.MonkeyPatch) -> None:
     """A preempted or finished request keeps its cache entries referenced."""
-    patch.setattr(PrefixCache, "let_go", lambda self, sequence: setattr(sequence, "node", None))
+    patch.setattr(PrefixCache, "let_go", lambda self, sequence: setattr(sequence, "node", None) or [])
 
 
 def snapshot_kept(patch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def states_of_rejected_drafts_published(patch: pytest.MonkeyPatch) -> None:
     """A state saved inside the drafts is entered whether they were accepted or not (vLLM #53505)."""
     take = Speculation._take
 
-    def planted(self: Speculation, row: Row, sequence: Sequence, tokens: list[int], updates: list[TokenUpdate]) -> int:
+    def planted(self: Speculation, row: Row, sequence: Sequence, tokens: list[int], updates: TokenUpdates) -> int:
         wrong = tuple(c for c in row.checkpoints if c.position > row.start + len(tokens))
         kept = take(self, msgspec.structs.replace(row, checkpoints=row.checkpoints[: -len(wrong) or None]), sequence,
                     tokens, updates)  # fmt: skip
@@ -162,7 +162,7 @@ def second_row_behind_drafts(patch: pytest.MonkeyPatch) -> None:
     def planted(self: DecodeTable, sequence: Sequence) -> None:
         hold(self, sequence)
         self.active[sequence.request.slot] = True
-        self.num_active += 1
+        self.rows.insert(sequence)
 
     patch.setattr(DecodeTable, "hold", planted)
 

@@ -108,7 +108,7 @@ def test_abort() -> None:
     assert plan is not None
     assert [r.id for r in scheduler.abort(["a", "b", "unknown"])] == ["a", "b"]
     assert scheduler.resources.slots.num_used == 1, "the step in flight still uses the slot"
-    assert scheduler.commit(plan, StepResult(plan.step_id, [1], [None])) == []
+    assert not scheduler.commit(plan, StepResult(plan.step_id, [1], [None]))
     assert scheduler.resources.slots.num_used == 0
     assert scheduler.resources.blocks.num_used == 0
     assert not scheduler.has_work
