@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
+from collections import Counter
 
 import matplotlib
 from matplotlib.figure import Figure
 from PIL import Image
 
 PNG_COLOURS = 64
-PNG_DPI = 150
+PNG_DPI = 120
 # A coordinate with more than two decimals; the scale of a font's outlines is one of its own.
 _LONG = re.compile(r"(?<!scale\()(?<![\d.])(-?\d+)\.(\d{3,})")
 _INDENT = re.compile(r"\n +")
+_GROUP = re.compile(r'<g id="[^"]*">')
+_UNTURNED = re.compile(r' transform="rotate\(-?0 [^)]*\)"')
+_STYLE = re.compile(r'\bstyle="([^"]*)"')
 
 
 def render(canvas: Figure, name: str) -> tuple[bytes, str]:
@@ -22,7 +27,7 @@ def render(canvas: Figure, name: str) -> tuple[bytes, str]:
     canvas.savefig(png, format="png", dpi=PNG_DPI, metadata={"Software": None})
     with matplotlib.rc_context({"svg.hashsalt": f"sparkinfer-{name}"}):
         canvas.savefig(svg, format="svg", metadata={"Date": None})
-    return palette(png), _smaller(svg.getvalue())
+    return palette(png), _smaller(svg.getvalue(), name)
 
 
 def palette(png: io.BytesIO) -> bytes:
@@ -33,6 +38,16 @@ def palette(png: io.BytesIO) -> bytes:
     return small.getvalue()
 
 
-def _smaller(svg: str) -> str:
-    """The drawing without indentation, coordinates to a hundredth of a point: five sixths of matplotlib's bytes."""
-    return _LONG.sub(lambda found: f"{float(found[0]):.2f}", _INDENT.sub("\n", svg))
+def _smaller(svg: str, name: str) -> str:
+    """The drawing without indentation, coordinates to a hundredth of a point, repeated styles as classes.
+
+    About a third of matplotlib's bytes. Class names begin with a digest of `name`, so that drawings can share a page.
+    """
+    svg = _LONG.sub(lambda found: f"{float(found[0]):.2f}", _INDENT.sub("\n", svg))
+    svg = _UNTURNED.sub("", _GROUP.sub("<g>", svg)).replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+    counts = Counter(_STYLE.findall(svg))
+    prefix = f"s{hashlib.sha256(name.encode()).hexdigest()[:4]}"
+    classes = {style: f"{prefix}-{index}" for index, style in enumerate(s for s, n in counts.items() if n > 1)}
+    svg = _STYLE.sub(lambda found: f'class="{classes[found[1]]}"' if found[1] in classes else found[0], svg)
+    rules = "".join(f".{short}{{{style}}}\n" for style, short in classes.items())
+    return svg.replace("</style>", f"\n{rules}</style>", 1)

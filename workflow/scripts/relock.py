@@ -3,7 +3,8 @@
 usage: python3 workflow/scripts/relock.py [NAME...]        (engine vllm aiperf snakemake vllm-cuda torch-cuda)
 
 torch's CPU build is left out of the locks: it comes from an index of its own, with its hashes in torch-cpu.txt.
-A lock names no index and no host. Exit codes: 0 done, 3 the resolver or the index cannot be had.
+A lock names no index and no host, and no hash of a file that no supported machine takes (`lock_hashes.py`).
+Exit codes: 0 done, 3 the resolver or the index cannot be had.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+from lock_hashes import needed_only
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVS = ROOT / "workflow" / "envs"
@@ -75,6 +78,7 @@ def resolve(name: str) -> None:
     print(f"relock {name} ...", flush=True)
     try:
         subprocess.run(command, check=True)
+        temporary.write_text(needed_only(temporary.read_text(encoding="utf-8")), encoding="utf-8")
         check(temporary.read_text(encoding="utf-8"), name)
         temporary.replace(target)
     finally:
@@ -89,7 +93,7 @@ def main(argv: list[str]) -> int:
     try:
         for name in args.names or NAMES:
             resolve(name)
-    except (subprocess.CalledProcessError, ValueError) as error:
+    except (subprocess.CalledProcessError, OSError, ValueError) as error:
         print(f"error: {error}: is the package index reachable (TORCH_INDEX for torch)?", file=sys.stderr)
         return 3
     return 0

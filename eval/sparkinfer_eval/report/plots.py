@@ -26,7 +26,7 @@ MARKERS = {"sparkinfer": "o", "vllm": "s", "previous": "^"}
 LINES = {"sparkinfer": "-", "vllm": "--", "previous": ":"}
 RC: Any = {
     "svg.hashsalt": "sparkinfer",
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.grid": True,
