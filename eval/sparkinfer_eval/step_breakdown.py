@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import lzma
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -136,14 +137,18 @@ def as_json(one: Breakdown) -> dict[str, Any]:
     }
 
 
+PACKED = {".gz": gzip.decompress, ".xz": lzma.decompress}
+
+
 def _steps(path: Path) -> list[Step]:
-    if path.suffix != ".gz":
+    unpack = PACKED.get(path.suffix)
+    if unpack is None:
         return read_trace(path).steps
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / path.stem
         try:
-            plain.write_bytes(gzip.decompress(path.read_bytes()))
-        except (OSError, EOFError) as error:
+            plain.write_bytes(unpack(path.read_bytes()))
+        except (OSError, EOFError, lzma.LZMAError) as error:
             raise ConfigError(f"{path} cannot be unpacked: {error}") from error
         return read_trace(plain).steps
 
@@ -153,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 printed, 2 bad input."""
     parser = argparse.ArgumentParser(prog="step_breakdown.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("report", type=Path, help="reports/<run>")
-    parser.add_argument("trace", type=Path, help="what the server wrote under SPARKINFER_STEP_TRACE, or its .gz")
+    parser.add_argument("trace", type=Path, help="what the server wrote under SPARKINFER_STEP_TRACE, or its .gz or .xz")
     parser.add_argument("--config", type=Path, required=True, help="folder with the model's config.json")
     parser.add_argument("--engine", default="sparkinfer", help="engine of the report (default %(default)s)")
     parser.add_argument("--weights", choices=WEIGHT_BYTES, default="nvfp4", help="default %(default)s")

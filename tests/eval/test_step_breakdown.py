@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -66,10 +67,11 @@ def test_steps_launched_ahead_are_charged_once(tmp_path: Path) -> None:
     assert found.floor_s == found.parts["decode"].floor_s > 0
 
 
-def test_program_on_the_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("shape", ["27b", "35b"])
+def test_program_on_the_recorded_run(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pyarrow")
-    report, trace = ROOT / "reports" / "0.1.0-h200-27b", ROOT / "reports" / "gpu" / "27b-nvfp4.steps.jsonl.gz"
-    floor_of(tmp_path, "27b")
+    report, trace = ROOT / "reports" / f"0.1.0-h200-{shape}", ROOT / "reports" / "gpu" / f"{shape}-nvfp4.steps.jsonl.xz"
+    floor_of(tmp_path, shape)
     assert main([str(report), str(trace), "--config", str(tmp_path), "--json", str(tmp_path / "out.json")]) == 0
     printed = capsys.readouterr().out.splitlines()
     table = (ROOT / "reports" / "gpu" / "README.md").read_text()
@@ -78,7 +80,7 @@ def test_program_on_the_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixtu
         spent = sum(part["busy_s"] for part in row["parts"].values()) + row["idle_s"]
         assert spent == pytest.approx(row["seconds"], rel=0.02)
     empty = tmp_path / "other.jsonl.gz"
-    lines = gzip.decompress(trace.read_bytes()).decode().splitlines()
+    lines = lzma.decompress(trace.read_bytes()).decode().splitlines()
     moved = [json.loads(lines[0]) | {"epoch": 0.0}, json.loads(lines[1])]
     empty.write_bytes(gzip.compress("\n".join(json.dumps(line) for line in moved).encode()))
     assert main([str(report), str(empty), "--config", str(tmp_path)]) == 2
