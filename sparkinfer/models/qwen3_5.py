@@ -22,6 +22,7 @@ from sparkinfer_kernels.rotary.reference import rotary_table
 
 from sparkinfer.models.config import FULL, ModelConfig
 from sparkinfer.models.loader import WeightSource
+from sparkinfer.models.output_matrix import OutputMatrix
 
 PackedWeight = torch.Tensor | BlockedWeight
 """What `ops.pack_linear` makes of a weight and `ops.linear` takes."""
@@ -312,7 +313,7 @@ class Qwen35Model:
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = weights.get("model.embed_tokens.weight", vocab, hidden)
         tied = config.tie_word_embeddings
-        self.lm_head = weights.linear("model.embed_tokens.weight" if tied else "lm_head.weight", vocab, hidden)
+        self.lm_head = OutputMatrix(self.embedding if tied else weights.get("lm_head.weight", vocab, hidden))
         self.norm1 = weights.norm1("model.norm.weight", hidden)
         self.rotary = rotary_table(max_positions, config.rotary_dim, config.rope_theta, device)
         self.layers = [self._layer(number, weights) for number in range(config.num_layers)]
@@ -347,7 +348,7 @@ class Qwen35Model:
         """[m, H] final hidden states to [m, V] fp32 logits."""
         if hidden.shape[0] == 0:
             return torch.empty(0, self.config.vocab_size, device=hidden.device)
-        return self.ops.linear(hidden, self.lm_head).float()
+        return self.lm_head(hidden)
 
     def hidden(self, batch: Batch, caches: Caches) -> torch.Tensor:
         """Run one pass up to the output matrix: [m, H], normed, of the tokens in `batch.outputs` (or of all T)."""

@@ -51,6 +51,20 @@ def test_agrees_with_transformers_in_float32(model: Path, tmp_path: Path, capsys
     assert str(out) in document["command"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "given", "expected"),
+    [("float32", [], 0.99), ("bfloat16", [], 0.98), ("float32", ["--top1-plain", 0.5], 0.5)],
+)
+def test_ties_are_no_excuse_against_a_reference_without_them(
+    model: Path, tmp_path: Path, dtype: str, given: list[object], expected: float
+) -> None:
+    out = tmp_path / "a.json"
+    run(f"{model},dtype=bfloat16", f"transformers:{model},dtype={dtype}", "--json", out, *given)
+    limits = {row["name"]: row["limit"] for row in json.loads(out.read_text())["rows"]}
+    assert limits["top-1 agreement, ties counted"] == expected
+    assert limits["top-1 agreement, exact ties aside"] == 0.99
+
+
 def test_a_fault_that_perplexity_hardly_shows_is_found(model: Path, nearly: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.json"
     assert run(f"{nearly},dtype=float32", f"transformers:{model},dtype=float32", "--json", out) == 1

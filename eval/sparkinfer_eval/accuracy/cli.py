@@ -33,7 +33,7 @@ from sparkinfer_eval.check_program import (
 )
 from sparkinfer_eval.report.machine import machine_facts, source_facts
 
-from .compare import Figures, Limits, figures
+from .compare import TOP1_OF_EXACT, Figures, Limits, figures
 from .engines import SPEC_HELP, Recorded, Scorer, Spec, opened, parse_spec
 from .held_out import Task, make_task
 from .scores import Scores, write_scores
@@ -75,8 +75,9 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--top1", type=float, default=limits.top1, help="least top-1 agreement, exact ties aside (default %(default)s)"
     )
-    text = "least top-1 agreement with exact ties counted as differences (default %(default)s)"
-    group.add_argument("--top1-plain", type=float, default=limits.top1_plain, help=text)
+    text = f"""least top-1 agreement with exact ties counted as differences (default {limits.top1_plain}, against a
+        reference in float32 {TOP1_OF_EXACT})"""
+    group.add_argument("--top1-plain", type=float, help=text)
     group.add_argument("--kl", type=float, default=limits.kl, help="most mean KL, nats (default %(default)s)")
     group.add_argument(
         "--loss", type=float, default=limits.loss, help="most difference of the losses (default %(default)s)"
@@ -183,7 +184,8 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
     specs = [parse_spec(options.engine_a)] + ([parse_spec(options.engine_b)] if options.engine_b else [])
     if len(specs) == 1 and options.record is None:
         raise ConfigError("give ENGINE_B to compare with, or --record F to keep ENGINE_A's scores")
-    limits = Limits(**{field.name: getattr(options, field.name) for field in fields(Limits)})
+    given = {field.name: getattr(options, field.name) for field in fields(Limits)}
+    limits = Limits(**{name: value for name, value in given.items() if value is not None})
     for name, limit in asdict(limits).items():
         if not math.isfinite(limit):
             raise ConfigError(f"--{name.replace('_', '-')} {limit}: a limit is a finite number")
@@ -206,6 +208,8 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
         )
         return PASS
     b = others[0]
+    if options.top1_plain is None and b.engine.get("dtype") == "float32":
+        limits = replace(limits, top1_plain=TOP1_OF_EXACT)
     found = figures(a, b, task, limits.gap)
     judged = rows(found, limits)
     print(summary(a, b, found), table(judged), sep="\n")

@@ -23,6 +23,10 @@ LEAST = 1e-12
 """Probabilities that rounding has made zero or negative are taken as this."""
 
 
+TOP1_OF_EXACT = 0.99
+"""Least top-1 agreement with ties counted, against a reference in float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Thresholds of the gate. KL, loss and gap in nats; `beyond` and `parted` are shares of positions and answers.
@@ -36,6 +40,7 @@ class Limits:
 
     top1: float = 0.99
     top1_plain: float = 0.98
+    """`TOP1_OF_EXACT` against a reference that computes in float32, which has no ties of its own."""
     kl: float = 0.002
     loss: float = 0.01
     gap: float = 0.5
