@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import tempfile
@@ -12,6 +13,7 @@ import msgspec
 import zmq
 
 from sparkinfer.engine.messages import FromEngine, ToEngine
+from sparkinfer.errors import EnvironmentProblem
 from sparkinfer.settings import Settings
 
 SERVERS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -51,11 +53,24 @@ def socket_of(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[
     return socket
 
 
+def _socket_folder() -> Path:
+    """A new folder for sockets. Raises EnvironmentProblem when its name is longer than a socket's may be."""
+    folder = Path(tempfile.mkdtemp(prefix="sparkinfer-"))
+    length = len(os.fsencode(folder / "from-engine"))
+    if length > zmq.IPC_PATH_MAX_LEN:
+        folder.rmdir()
+        raise EnvironmentProblem(
+            f"sockets in {tempfile.gettempdir()} would have names of {length} bytes, the system takes"
+            f" {zmq.IPC_PATH_MAX_LEN}: set TMPDIR to a folder with a shorter name"
+        )
+    return folder
+
+
 class ServerEnd:
     """The server's two bound sockets, in a directory only this user can enter."""
 
     def __init__(self) -> None:
-        self._folder: Path | None = Path(tempfile.mkdtemp(prefix="sparkinfer-"))
+        self._folder: Path | None = _socket_folder()
         self.to_engine = f"ipc://{self._folder}/to-engine"
         self.from_engine = f"ipc://{self._folder}/from-engine"
         self._context: Any = zmq.Context()
