@@ -38,4 +38,28 @@ def test_the_svg_is_small_and_whole() -> None:
 
 def test_coordinates_are_rounded_and_the_scale_of_letters_is_not() -> None:
     text = 'transform="scale(0.015625)" d="M 12.345678 -0.004999\n   L 3.25 1"'
-    assert _smaller(text) == 'transform="scale(0.015625)" d="M 12.35 -0.00\nL 3.25 1"'
+    assert _smaller(text, "a") == 'transform="scale(0.015625)" d="M 12.35 -0.00\nL 3.25 1"'
+
+
+def styles(svg: str) -> list[str]:
+    """Each element's style, by class or its own; a text's font without what stands in for it."""
+    rules = dict(re.findall(r"\.([\w-]+)\{([^}]*)\}", svg))
+    found = []
+    for element in ET.fromstring(svg).iter():
+        style = element.get("style") or rules.get(element.get("class", ""), "")
+        found.append(style.replace(", Verdana, sans-serif", ""))
+    return found
+
+
+def test_classes_say_what_the_styles_said_and_share_a_page() -> None:
+    plain = io.StringIO()
+    drawn().savefig(plain, format="svg", metadata={"Date": None})
+    _, one = render(drawn(), "a")
+    _, other = render(drawn(), "b")
+    rounded = [
+        re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", style) for style in styles(plain.getvalue())
+    ]
+    assert styles(one) == styles(other) == rounded
+    classes = [set(re.findall(r'class="([^"]+)"', svg)) for svg in (one, other)]
+    assert classes[0]
+    assert not classes[0] & classes[1]
