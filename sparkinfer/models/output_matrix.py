@@ -10,8 +10,8 @@ import torch
 
 COPY_BYTES = 256 << 20
 """A 16-bit matrix is kept as a float32 copy of up to so many bytes; of a larger one, a block at a time is converted."""
-BLOCK_ROWS = 8192
-"""Rows of the vocabulary in a block: 160 MiB for a hidden size of 5120."""
+BLOCK_BYTES = 4 << 20
+"""Of a block in float32: what stays in a core's caches between conversion and product."""
 
 
 class OutputMatrix:
@@ -38,7 +38,8 @@ class OutputMatrix:
             return x @ self._columns
         assert self._rows is not None
         logits = x.new_empty(x.shape[0], self._rows.shape[0])
-        for first in range(0, self._rows.shape[0], BLOCK_ROWS):
-            block = self._rows[first : first + BLOCK_ROWS]
-            torch.mm(x, block.float().t(), out=logits[:, first : first + BLOCK_ROWS])
+        step = max(1, BLOCK_BYTES // (4 * x.shape[1]))
+        for first in range(0, self._rows.shape[0], step):
+            block = self._rows[first : first + step]
+            torch.mm(x, block.float().t(), out=logits[:, first : first + step])
         return logits

@@ -12,7 +12,7 @@ from sparkinfer.models.output_matrix import OutputMatrix
 @pytest.mark.parametrize("copy_bytes", [1 << 30, 0])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_against_fp64(copy_bytes: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_matrix, "BLOCK_ROWS", 300)
+    monkeypatch.setattr(output_matrix, "BLOCK_BYTES", 300 * 4 * 64)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(1000, 64, generator=generator).bfloat16()
     hidden = torch.randn(rows, 64, generator=generator).bfloat16()

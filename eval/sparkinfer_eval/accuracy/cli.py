@@ -33,7 +33,7 @@ from sparkinfer_eval.check_program import (
 )
 from sparkinfer_eval.report.machine import machine_facts, source_facts
 
-from .compare import TOP1_OF_EXACT, Figures, Limits, figures
+from .compare import TOP1_OF_EXACT, Figures, Limits, figures, limits_for
 from .engines import SPEC_HELP, Recorded, Scorer, Spec, opened, parse_spec
 from .held_out import Task, make_task
 from .scores import Scores, write_scores
@@ -208,8 +208,8 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
         )
         return PASS
     b = others[0]
-    if options.top1_plain is None and b.engine.get("dtype") == "float32":
-        limits = replace(limits, top1_plain=TOP1_OF_EXACT)
+    if options.top1_plain is None:
+        limits = limits_for(b.engine, limits)
     found = figures(a, b, task, limits.gap)
     judged = rows(found, limits)
     print(summary(a, b, found), table(judged), sep="\n")

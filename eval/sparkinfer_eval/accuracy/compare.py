@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 from sparkinfer.errors import ConfigError
@@ -46,6 +46,12 @@ class Limits:
     gap: float = 0.5
     beyond: float = 0.001
     parted: float = 0.1
+
+
+def limits_for(reference: Mapping[str, object], limits: Limits | None = None) -> Limits:
+    """The limits that hold against a reference (facts of its engine) where --top1-plain is not given."""
+    limits = limits or Limits()
+    return replace(limits, top1_plain=TOP1_OF_EXACT) if reference.get("dtype") == "float32" else limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_folder, write_text
 
 from .cli import CHECK, rows
-from .compare import Figures, Limits
+from .compare import TOP1_OF_EXACT, Figures, Limits, limits_for
 
 HEAD = """# Accuracy records
 
@@ -74,7 +74,7 @@ def scope(settings: dict[str, Any]) -> str:
 def line(document: dict[str, Any]) -> str:
     """One row, judged by the limits of today."""
     f = document["figures"]
-    failed = [row.name for row in rows(Figures(**f), Limits()) if not row.ok]
+    failed = [row.name for row in rows(Figures(**f), limits_for(document["engines"]["b"])) if not row.ok]
     losses = [f["loss_a"], f["loss_b"]]
     perplexity = ", ".join("–" if loss is None else f"{math.exp(loss):.4f}" for loss in losses)
     verdict = "**no**: " + ", ".join(failed) if failed else "yes"
@@ -136,6 +136,7 @@ def write_table(folder: Path, documents: dict[str, dict[str, Any]]) -> Path:
     """Write the folder's README.md; returns its path. Raises EnvironmentProblem."""
     lines = "\n".join(map(line, documents.values()))
     limits = "; ".join(f"{row.name} {row.limit:g}" for row in rows(_any(documents), Limits()))
+    limits += f"; ties counted against a reference in float32 {TOP1_OF_EXACT:g}"
     head = HEAD.format(limits=limits, columns="| " + " | ".join(COLUMNS) + " |")
     records = "\n".join(provenance(name, document) for name, document in documents.items())
     path = folder / "README.md"
