@@ -1,4 +1,4 @@
-"""Leave only the hashes in a lock that an installation can need: a third of the bytes, and nothing installs otherwise.
+"""Leave only the hashes in a lock that an installation can need: a sixth of the bytes, and nothing installs otherwise.
 
 Kept are source archives and wheels for Linux (glibc, x86-64 and 64-bit Arm) and CPython 3.11 to 3.13, or for any; and
 every hash that the index does not know. The environments are made on Linux with these interpreters only (`Makefile`).
