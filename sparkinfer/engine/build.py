@@ -17,6 +17,7 @@ from sparkinfer.engine.process import Engine
 from sparkinfer.engine.step_trace import StepTrace, traced
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.models.config import ModelConfig, load_config
+from sparkinfer.models.output_matrix import float32_bytes
 from sparkinfer.models.qwen3_5_gpu import GpuOptions
 from sparkinfer.runner.gpu_memory import gpu_budget
 from sparkinfer.runner.gpu_runner import GpuRunner
@@ -127,19 +128,21 @@ def _host_blocks(settings: Settings, memory: MemoryPlan) -> int:
     return count
 
 
-def require_host_memory(memory: MemoryPlan, on_cpu: bool, free_bytes: int) -> None:
-    """Refuse pools that the host cannot hold, before any is allocated; `on_cpu`: the device's pools lie there too.
+def require_host_memory(memory: MemoryPlan, on_cpu: bool, free_bytes: int, output_bytes: int = 0) -> None:
+    """Refuse pools that the host cannot hold, before any is allocated; `on_cpu`: the device's pools lie there too,
+    and beside them `output_bytes` of the output matrix in float32.
 
     Raises EnvironmentProblem with the arithmetic.
     """
-    needed = memory.host_bytes + (memory.device_bytes if on_cpu else 0)
+    needed = memory.host_bytes + (memory.device_bytes + output_bytes if on_cpu else 0)
     if needed > free_bytes:
+        output = f"; output matrix in float32 {output_bytes / MIB:.1f} MiB" if on_cpu and output_bytes else ""
         names = "SPARKINFER_SNAPSHOT_POOL_MB or SPARKINFER_PREFIX_CACHE_HOST_KV_MB"
         if on_cpu:
             names = f"SPARKINFER_KV_CACHE_MB, SPARKINFER_MAX_NUM_SEQS, {names}"
         raise EnvironmentProblem(
             f"the pools would take {needed / MIB:.0f} MiB of host memory, and {free_bytes / MIB:.0f} MiB are free "
-            f"({memory.describe()}): lower {names}"
+            f"({memory.describe()}{output}): lower {names}"
         )
 
 
@@ -251,7 +254,8 @@ def _build_on_cpu(options: EngineOptions, config: ModelConfig, device: str) -> t
         )
     memory = MemoryPlan.for_model(config, dtype=options.dtype, num_slots=settings.max_num_seqs)
     sizes = plan_sizes(settings, config, memory, folder, device)
-    require_host_memory(_with_counts(memory, sizes), True, psutil.virtual_memory().available)
+    output_bytes = float32_bytes(config.vocab_size, config.hidden_size)
+    require_host_memory(_with_counts(memory, sizes), True, psutil.virtual_memory().available, output_bytes)
     schedule = scheduler_config(settings, config, memory, sizes, device)
     schedule.validate()
     runner = ModelRunner(

@@ -9,13 +9,24 @@ from __future__ import annotations
 import torch
 
 COPY_BYTES = 256 << 20
-"""A 16-bit matrix is kept as a float32 copy of up to so many bytes; of a larger one, a block at a time is converted."""
+"""A matrix is kept as a float32 copy of up to so many bytes; of a larger one, a block at a time is converted."""
 BLOCK_BYTES = 4 << 20
 """Of a block in float32: what stays in a core's caches between conversion and product."""
+SPLIT_SUMS = 1024
+"""Of a longer row, oneDNN cuts the sum in parts when it multiplies it alone, not when it multiplies several."""
+
+
+def float32_bytes(vocab: int, hidden: int) -> int:
+    """Memory that the float32 numbers of a [vocab, hidden] matrix take on a CPU: a copy, or one block."""
+    whole = 4 * vocab * hidden
+    return whole if whole <= COPY_BYTES else min(whole, BLOCK_BYTES)
 
 
 class OutputMatrix:
     """Logits of hidden states.
+
+    Those of a row do not depend, to the last bit, on how many rows it is computed with, unless the matrix is too large
+    to be copied or torch was built without oneDNN.
 
     Args:
         weight: [V, H], float32 or 16 bits.
@@ -25,17 +36,30 @@ class OutputMatrix:
     def __init__(self, weight: torch.Tensor, copy_bytes: int = COPY_BYTES) -> None:
         self._rows: torch.Tensor | None = None
         self._columns: torch.Tensor | None = None
-        if weight.dtype == torch.float32 or weight.numel() * 4 <= copy_bytes:
-            # [H, V]: the order in which a product with few rows reads memory.
-            self._columns = weight.float().t().contiguous()
-        else:
+        self._blocked: torch.Tensor | None = None
+        if weight.numel() * 4 > copy_bytes:
             self._rows = weight
+        elif weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+            # oneDNN's own layout, as for the projections (`pack_linear`).
+            self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous(), None)
+        else:
+            self._columns = weight.float().t().contiguous()
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, H] of any float dtype to [m, V] float32."""
         x = hidden.float()
         if self._columns is not None:
             return x @ self._columns
+        if self._blocked is not None:
+            # Twice the same row reads the matrix once, which is what a product of one row costs.
+            rows = x.expand(2, -1).contiguous() if x.shape[0] == 1 and x.shape[1] > SPLIT_SUMS else x
+            product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
+                rows, self._blocked, None, "none", [], ""
+            )
+            return product[: x.shape[0]]
+        return self._in_blocks(x)
+
+    def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
         assert self._rows is not None
         logits = x.new_empty(x.shape[0], self._rows.shape[0])
         step = max(1, BLOCK_BYTES // (4 * x.shape[1]))

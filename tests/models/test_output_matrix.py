@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparkinfer.models import output_matrix
-from sparkinfer.models.output_matrix import OutputMatrix
+from sparkinfer.models.output_matrix import OutputMatrix, float32_bytes
 
 
 @pytest.mark.parametrize("copy_bytes", [1 << 30, 0])
@@ -34,4 +34,22 @@ def test_a_bfloat16_engine_gives_logits_between_bfloat16_numbers(checkpoint, mak
 def test_float32_weights_are_never_cut() -> None:
     weight = torch.randn(50, 16)
     hidden = torch.randn(3, 16)
-    assert torch.equal(OutputMatrix(weight, 0)(hidden), hidden @ weight.t().contiguous())
+    for copy_bytes in (0, 1 << 30):
+        torch.testing.assert_close(OutputMatrix(weight, copy_bytes)(hidden), hidden @ weight.t())
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN rows do depend on their number")
+@pytest.mark.parametrize("shape", [(2048, 256), (512, 1040), (512, 2048), (4096, 4096)])
+def test_a_row_s_logits_do_not_depend_on_the_number_of_rows(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    output = OutputMatrix(torch.randn(*shape, generator=generator).bfloat16())
+    hidden = torch.randn(70, shape[1], generator=generator).bfloat16()
+    together = output(hidden)
+    for rows in (1, 2, 3, 5, 7, 9, 17, 33, 64):
+        assert torch.equal(output(hidden[:rows]), together[:rows]), rows
+
+
+def test_bytes_of_the_copy() -> None:
+    assert float32_bytes(1000, 64) == 256000
+    assert float32_bytes(1 << 17, 512) == output_matrix.COPY_BYTES
+    assert float32_bytes((1 << 17) + 1, 512) == output_matrix.BLOCK_BYTES

@@ -79,6 +79,14 @@ def test_pools_beyond_the_host_show_the_sum() -> None:
             require_host_memory(plan, on_cpu, (needed - 1) * MIB)
 
 
+def test_the_output_matrix_in_float32_is_part_of_the_sum_on_a_cpu() -> None:
+    plan = MemoryPlan(MIB, 2 * MIB, 2 * MIB, 10, 4, 3, 5)
+    require_host_memory(plan, True, 36 * MIB, 7 * MIB)
+    with pytest.raises(EnvironmentProblem, match=r"would take 36 MiB .* output matrix in float32 7.0 MiB"):
+        require_host_memory(plan, True, 35 * MIB, 7 * MIB)
+    require_host_memory(plan, False, 11 * MIB, 7 * MIB)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
