@@ -73,7 +73,7 @@ class Projection:
         return Rows(x, fp8)
 
     def __call__(self, rows: Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, K] to [T, N] bf16, into `out` when given."""
+        """[T, K] to [T, N] in the model's dtype, or into `out` when given, which may be float32."""
         weights = self.weights if rows.count <= self.ops.skinny_rows else self.wide
         if len(weights) == 1:
             return self._product(rows, weights[0], out)

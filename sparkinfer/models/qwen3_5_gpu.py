@@ -277,15 +277,17 @@ class GpuModel:
         Args:
             inputs: the pass.
             caches: advanced in place.
-            logits: [m, V] bf16, written when given.
+            logits: [m, V] float32, written when given.
 
         Returns:
-            [m, V] logits of the rows in `inputs.outputs` (of all T when that is None).
+            [m, V] float32 logits of the rows in `inputs.outputs` (of all T when that is None).
         """
         return self.logits(self.hidden(inputs, caches), logits)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The output matrix: [m, H] to [m, V]."""
+        """The output matrix: [m, H] to [m, V] float32 (`docs/accuracy.md` says why), into `out` when given."""
+        if out is None:
+            out = torch.empty(hidden.shape[0], self.lm_head.n, dtype=torch.float32, device=hidden.device)
         return self.lm_head(self.lm_head.rows(hidden), out)
 
     def hidden(self, inputs: PassInputs, caches: Caches) -> torch.Tensor:

@@ -20,6 +20,9 @@ COPY_SHARE = 0.55
 """Share of the free memory that weights and their bf16 copy may take together."""
 CHUNK_TOKENS = 64
 """Tokens of a chunk of the linear-attention scan."""
+LOGIT_BYTES = 4 + 4 + 2 + 2
+"""Of a logit: itself in float32, the sampler's scaled copy, a bf16 product before it (matrices in FP8, many rows), and
+the sampler's sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def pass_bytes(config: ModelConfig, limits: PassLimits) -> int:
     per_head = CHUNK_TOKENS * (4 + 2 * config.linear_key_dim + 2 * config.linear_value_dim)
     per_head += 2 * config.linear_key_dim * config.linear_value_dim
     scan = chunks * config.linear_value_heads * per_head + 2 * rows * config.conv_channels
-    return layer + scan + 3 * 4 * outputs * config.vocab_size
+    return layer + scan + LOGIT_BYTES * outputs * config.vocab_size
 
 
 def gpu_budget(

@@ -48,7 +48,7 @@ class Passes:
         shapes = builder.limits.shapes()
         config, device = model.config, model.device
         self.outputs = max(shape.outputs for shape in shapes)
-        self._logits = torch.zeros(self.outputs, config.vocab_size, dtype=model.dtype, device=device)
+        self._logits = torch.zeros(self.outputs, config.vocab_size, dtype=torch.float32, device=device)
         self._chosen = torch.zeros(self.outputs, dtype=torch.int32, device=device)
         self._sampler = model.ops.make_sampler_workspace(self.outputs, config.vocab_size, device)
         self.checkpoints = self._checkpoint_buffer(builder.entries)

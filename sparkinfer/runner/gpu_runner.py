@@ -165,7 +165,7 @@ class GpuRunner:
             hidden = self.passes.run_for_hidden(step.layout.shape)
             self._save_after(step)
             rows = torch.cat([hidden[first : first + count] for first, count in step.row_tokens])
-            picked = torch.cat([self.model.logits(part).float() for part in rows.split(prompt_logprobs.CHUNK)])
+            picked = torch.cat([self.model.logits(part) for part in rows.split(prompt_logprobs.CHUNK)])
         self.queue.drain()
         return picked
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from aot import SHARED_LIMIT, KernelBuild, compile_kernels
 from sparkinfer_kernels.linear import skinny as skinny_launcher
@@ -24,6 +25,8 @@ SKINNY = {
 }
 SPILLS = {90: 8, 120: 16}
 """Bytes of local memory a thread may use."""
+HEAD = (248320, 5120)
+"""An output matrix, whose product is stored in fp32."""
 
 
 def tuned(form: str, arch: int) -> list[tuple[int, ...]]:
@@ -36,11 +39,17 @@ def tuned(form: str, arch: int) -> list[tuple[int, ...]]:
     return sorted(found)
 
 
-def skinny(values: tuple[int, ...], arch: int, even: bool, activate: bool) -> KernelBuild:
+def head(form: str, arch: int) -> list[tuple[int, ...]]:
+    """Parameters for the output matrix, few rows and many."""
+    configs = ((tokens, skinny_launcher.config_for(f"sm_{arch}", form, tokens, *HEAD)) for tokens in (8, 64))
+    return [(tokens, c.wk, c.wn, c.rt, c.kb, c.stages) for tokens, c in configs]
+
+
+def skinny(values: tuple[int, ...], arch: int, even: bool, activate: bool, out: str = "*bf16") -> KernelBuild:
     constexprs = dict(zip(("BM", "WK", "WN", "RT", "KB", "STAGES"), values, strict=True))
     return KernelBuild(
         "sparkinfer_kernels.linear.skinny_kernel:nvfp4_skinny_kernel",
-        SKINNY,
+        SKINNY | {"out_ptr": out},
         {
             **constexprs,
             "EVEN": even,
@@ -61,6 +70,7 @@ def test_skinny_kernel() -> None:
         for arch in (90, 120)
         for index, values in enumerate(tuned("nvfp4", arch))
     ]
+    builds += [skinny(values, arch, True, False, "*fp32") for arch in (90, 120) for values in head("nvfp4", arch)]
     for used in compile_kernels(builds):
         used.check(SHARED_LIMIT[used.build.arch], SPILLS[used.build.arch])
         assert used.count("HMMA") > 0
@@ -72,15 +82,18 @@ def test_skinny_fp8_kernel() -> None:
     signature = {("words_ptr" if name == "codes_ptr" else name): kind for name, kind in SKINNY.items()}
     signature |= {"block_scales_ptr": "*fp32"}
     del signature["scales_ptr"], signature["row_tiles"]
-    builds = []
+    builds, chosen = [], []
     for arch, (index, values) in itertools.product((90, 120), enumerate(tuned("fp8", 90))):
-        blocks = index % 2 == 0
         values = next(one for one in tuned("fp8", arch) if one[0] == values[0])
+        chosen.append((arch, values, index % 2 == 0, "*bf16"))
+    for arch, blocks in itertools.product((90, 120), (False, True)):
+        chosen += [(arch, values, blocks, "*fp32") for values in head("fp8", arch) if not (blocks and values[4] > 1)]
+    for arch, values, blocks, out in chosen:
         constexprs = dict(zip(("BM", "WK", "WN", "RT", "KB", "STAGES"), values, strict=True))
         builds.append(
             KernelBuild(
                 "sparkinfer_kernels.linear.skinny_fp8_kernel:fp8_skinny_kernel",
-                signature,
+                signature | {"out_ptr": out},
                 {**constexprs, "BLOCKS": blocks, "PDL": True},
                 arch=arch,
                 num_warps=values[1] * values[2],
@@ -96,12 +109,12 @@ def test_skinny_fp8_kernel() -> None:
 WGMMA = {name: kind for name, kind in SKINNY.items() if name != "row_tiles"}
 
 
-def wgmma(tokens: int, n: int, k: int, activate: bool) -> KernelBuild:
+def wgmma(tokens: int, n: int, k: int, activate: bool, out: str = "*bf16") -> KernelBuild:
     p = skinny_launcher.wgmma_config(tokens, n, k)
     constexprs = {"BM": tokens, "WARPS": p.warps, "RT": p.rt, "COLUMNS": p.columns, "STAGES": p.stages}
     return KernelBuild(
         "sparkinfer_kernels.linear.wgmma_kernel:nvfp4_wgmma_kernel",
-        WGMMA,
+        WGMMA | {"out_ptr": out},
         {**constexprs, "GATE_UP": activate, "ACTIVATE": activate, "PDL": True},
         num_warps=p.warps,
         divisible=("x_stride", "out_stride", "K"),
@@ -113,6 +126,7 @@ def test_wgmma_kernel() -> None:
     """Hopper only: expanded weights go from registers to the tensor core, x from shared memory."""
     shapes = itertools.product(skinny_launcher.WGMMA_TOKENS, ((34816, 5120), (2048, 4096)))
     builds = [wgmma(tokens, *shape, activate=index % 2 == 0) for index, (tokens, shape) in enumerate(shapes)]
+    builds += [wgmma(tokens, *HEAD, activate=False, out="*fp32") for tokens in (8, 64, 128)]
     for used in compile_kernels(builds):
         print(used.build.constexprs, used.registers, used.spills, used.shared)
         # 128 columns of accumulators leave few registers: 40 bytes a thread spill.
@@ -166,6 +180,7 @@ def test_plain_kernels() -> None:
                 divisible=("x_stride", "K", "N"),
             ),
         ]
+        builds.append(replace(builds[-1], signature=block | {"out_ptr": "*fp32"}))
     for used in compile_kernels(builds):
         used.check(SHARED_LIMIT[used.build.arch])
 

@@ -56,7 +56,15 @@ def builds(arch, logits, block, slices):
     yield KernelBuild(FOLDER + "logprob_kernels:logprob_row_kernel", whole, sizes, arch, 4)
 
 
-@pytest.mark.parametrize("arch", [90, pytest.param(120, marks=pytest.mark.slow)])
-def test_sampler(arch):
-    for used in compile_kernels(list(builds(arch, "*bf16", 4096, 64))):
+@pytest.mark.parametrize(
+    ("arch", "logits"),
+    [
+        (90, "*fp32"),
+        pytest.param(120, "*fp32", marks=pytest.mark.slow),
+        pytest.param(90, "*bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_sampler(arch, logits):
+    """The engine's logits are fp32; the kernels take bf16 too."""
+    for used in compile_kernels(list(builds(arch, logits, 4096, 64))):
         used.check(shared=SHARED_LIMIT[arch], spills=0)

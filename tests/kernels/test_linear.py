@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from sparkinfer_kernels.linear import dequantise, layout, scaled, weights
+from sparkinfer_kernels.linear import dequantise, layout, ops, scaled, weights
 
 
 @dataclass
@@ -106,18 +106,42 @@ def test_fp8_copy_keeps_three_and_six() -> None:
     torch.testing.assert_close(torch.log2(mantissa), torch.log2(mantissa).round())
 
 
-def test_fp8_block_product() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_block_product(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(8)
     n, k, m = 200, 320, 9
     values = torch.randn(n, k, generator=g).to(weights.FP8)
     scales = torch.rand(2, 3, generator=g) + 0.5
     weight = weights.prepare_fp8_block([(values, scales)])
     x = torch.randn(m, k, generator=g).to(torch.bfloat16)
-    out = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
+    out = torch.full((m, n), float("nan"), dtype=dtype)
     dequantise.product_fp8_block(x, weight, out)
+    assert torch.equal(out.float(), out.bfloat16().float()) == (dtype == torch.bfloat16)
     full = values.double() * scales.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     expected = x.double() @ full.T
     assert (out.double() - expected).norm() / expected.norm() < 0.08
+
+
+@pytest.mark.parametrize("form", ["bf16", "nvfp4"])
+def test_products_in_fp32_are_not_rounded(form: str) -> None:
+    """As logits are: what lies between bf16 numbers stays there."""
+    n, k, m = 200, 272, 200  # more rows than a quantised weight is read for in registers
+    parts = random_parts(n, k, 2e-4, seed=12, low=0x30)
+    weight = weights.prepare_nvfp4([parts]) if form == "nvfp4" else weights.prepare_bf16([plain(parts)])
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(13)).to(torch.bfloat16)
+    workspace = ops.make_workspace([weight], m)
+    wide = torch.full((m, n + 8), float("nan"))
+    out = ops.linear(x, weight, workspace, wide[:, :n])
+    assert wide[:, n:].isnan().all()
+    values = weight.values if isinstance(weight, weights.Bf16Weight) else workspace.dequantised.view(n, k)
+    expected = x.double() @ values.double().T
+    assert (out - expected).norm() / expected.norm() < 1e-6
+    assert (out != out.bfloat16().float()).float().mean() > 0.9
+    rounded = ops.linear(x, weight, workspace)
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.double() - expected).norm() / expected.norm() < 4e-3
+    with pytest.raises(ValueError, match="out must be bf16 or fp32"):
+        ops.linear(x, weight, workspace, out.half())
 
 
 def test_nvfp4_activations() -> None:

@@ -79,6 +79,37 @@ def test_fp8_weights() -> None:
         assert off(linear(x, row, workspace), x.double() @ by_row.T) < bound
 
 
+def fp32_weights(n: int, k: int) -> list[tuple[weights.Weight, torch.Tensor, float]]:
+    """(weight, matrix [N, K] in fp64, error of a product with more rows than `SKINNY_ROWS`) of every form."""
+    parts, matrix = on_gpu(n, k, 2e-4, seed=4)
+    values, plain16 = torch.randn(n, k, device="cuda").to(weights.FP8), torch.randn(n, k, device="cuda").bfloat16()
+    scales = torch.rand(-(-n // 128), -(-k // 128), device="cuda") + 0.5
+    full = scales.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k] * values.double()
+    row = weights.Fp8RowWeight(values, torch.rand(n, device="cuda") + 0.5)
+    return [
+        (weights.prepare_bf16([plain16]), plain16.double(), 1e-5),
+        (prepare_nvfp4([parts]), matrix, 4e-3),
+        (prepare_fp8_block([(values, scales)]), full, 4e-2),
+        (row, values.double() * row.scales.double()[:, None], 4e-2),
+    ]
+
+
+def test_results_in_fp32() -> None:
+    """As logits are stored: the sums of bf16 products are the same, but for the rounding at the end."""
+    for weight, matrix, many in fp32_weights(2064, 640):
+        workspace = make_workspace([weight], 300)
+        for m in (1, 3, 33, 64, 65, 300):
+            x = torch.randn(m, 640, device="cuda").to(torch.bfloat16)
+            expected = x.double() @ matrix.T
+            out = linear(x, weight, workspace, torch.full((m, 2064), float("nan"), device="cuda"))
+            few = 4e-3 if isinstance(weight, weights.Nvfp4Weight) else 1e-5
+            assert off(out, expected) < (few if m <= 64 else many), (type(weight), m)
+            if m <= 64 or not isinstance(weight, weights.Fp8RowWeight):
+                assert (out != out.bfloat16().float()).float().mean() > 0.9, (type(weight), m)
+            if m <= 64 and not isinstance(weight, weights.Bf16Weight):
+                assert torch.equal(out.bfloat16(), linear(x, weight, workspace)), (type(weight), m)
+
+
 @pytest.mark.slow
 def test_every_tuned_set_of_parameters() -> None:
     parts, matrix = on_gpu(2064, 640, 2e-4, seed=3)

@@ -39,6 +39,8 @@ def prepare_fp8_rows(parts: list[torch.Tensor]) -> Plain:
 
 
 def linear(x: torch.Tensor, weight: Plain, workspace: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    if out is not None and out.dtype != x.dtype:
+        return torch.mm(x.to(out.dtype), weight.values.to(out.dtype).t(), out=out)
     y = x @ weight.values.t()
     return y if out is None else out.copy_(y)
 

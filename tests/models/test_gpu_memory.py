@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sparkinfer_kernels.sampler.gpu import make_workspace
 
 from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer.models.config import load_config
 from sparkinfer.runner import gpu_check
 from sparkinfer.runner.gpu_check import GpuFacts, check
-from sparkinfer.runner.gpu_memory import gpu_budget, pass_bytes, refuse_large_checkpoint
+from sparkinfer.runner.gpu_memory import LOGIT_BYTES, gpu_budget, pass_bytes, refuse_large_checkpoint
 from sparkinfer.runner.gpu_sizes import PassLimits
 from sparkinfer.runner.memory import MIB, MemoryPlan
 
@@ -38,6 +39,16 @@ def test_no_room_for_kv_is_refused_with_the_sum(checkpoint) -> None:
     budget = gpu_budget(config, memory, LIMITS, num_snapshots=3, free=GIB, total=32 * GIB)
     with pytest.raises(ConfigError, match=r"no device memory is left .*free beside the weights 1024.*lower SPARKINFER"):
         budget.require_kv()
+
+
+def test_logits_and_the_sampler_fit_into_what_is_counted_for_them() -> None:
+    vocab = 248_320
+    for rows in (1, 4, 16, 32):
+        workspace = make_workspace(rows, vocab, torch.device("cpu"))
+        tensors = [value for value in map(workspace.__getattribute__, workspace.__slots__) if torch.is_tensor(value)]
+        fp32_logits, bf16_product = 4 * rows * vocab, 2 * rows * vocab
+        used = fp32_logits + bf16_product + sum(tensor.nbytes for tensor in tensors)
+        assert used <= LOGIT_BYTES * rows * vocab
 
 
 def test_larger_passes_take_more(checkpoint) -> None:

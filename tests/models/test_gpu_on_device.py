@@ -61,6 +61,25 @@ def test_logits_of_prompts_and_of_decoding(name: str) -> None:
             assert relative(b, a) < limit
 
 
+def test_logits_are_the_float32_product_of_the_hidden_states() -> None:
+    _, gpu = drivers("spark-tiny-dense")
+    model, request = gpu.runner.model, gpu.add(list(range(10, 40)))
+    weight = model.lm_head.weights[0].values.double()
+    for rows in (1, 6, 33, 100):
+        hidden = torch.randn(rows, weight.shape[1], device="cuda").to(torch.bfloat16)
+        with torch.inference_mode():
+            logits = model.logits(hidden)
+        assert logits.dtype == torch.float32
+        expected = hidden.double() @ weight.t()
+        # Rounded to bfloat16 they would be off by 2e-3.
+        assert float((logits - expected).norm() / expected.norm()) < 1e-5
+    gpu.run([gpu.row(request)])
+    kept, asked = gpu.runner.passes._logits[:1].clone(), gpu.logits([gpu.row(request)])
+    for logits in (kept, asked):
+        assert logits.dtype == torch.float32
+        assert float((logits != logits.bfloat16().float()).float().mean()) > 0.9
+
+
 @pytest.mark.parametrize("name", ["spark-tiny-dense", "spark-tiny-moe"])
 def test_captured_passes_repeat_bit_for_bit_and_leave_others_alone(name: str) -> None:
     _, gpu = drivers(name)

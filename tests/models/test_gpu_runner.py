@@ -22,7 +22,7 @@ LIMITS = PassLimits(max_num_seqs=6, prefill_chunk=300, mixed_chunk=200, mixed_ma
 
 @pytest.fixture
 def make_gpu_driver():
-    def make(folder, **changes):
+    def make(folder, dtype=torch.float32, **changes):
         counts = {"num_slots": 6, "num_kv_blocks": 160, "num_snapshots": 4, **changes}
         config = load_config(folder)
         with torch.inference_mode():
@@ -34,9 +34,9 @@ def make_gpu_driver():
                 options=GpuOptions(),
                 max_positions=400,
                 max_rows=LIMITS.max_rows,
-                dtype=torch.float32,
+                dtype=dtype,
             )
-        memory = MemoryPlan.for_model(config, dtype="float32", **counts)
+        memory = MemoryPlan.for_model(config, dtype=str(dtype)[6:], **counts)
         return Driver(GpuRunner(model, memory, LIMITS, max_model_len=400))
 
     return make
@@ -73,6 +73,18 @@ def test_mixed_passes_give_the_cpu_runner_s_logits_and_tokens(checkpoint, make_d
         close(state_of(gpu, other), state_of(cpu, one))
     rows = [[driver.row(pair[side]) for pair in pairs] for side, driver in enumerate((cpu, gpu))]
     close([gpu.logits(rows[1])], [cpu.logits(rows[0])])
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_a_bfloat16_model_gives_logits_between_bfloat16_numbers(checkpoint, make_gpu_driver, prompt, name):
+    driver = make_gpu_driver(checkpoint(name)[0], dtype=torch.bfloat16)
+    request = driver.add(prompt(20, 1))
+    driver.run([driver.row(request)])
+    kept = driver.runner.passes._logits[:1].clone()
+    asked = driver.logits([driver.row(request)])
+    for logits in (asked, kept):
+        assert logits.dtype == torch.float32
+        assert (logits != logits.bfloat16().float()).float().mean() > 0.9
 
 
 def test_padding_touches_nothing_but_the_dummies(checkpoint, make_gpu_driver, prompt):

@@ -42,7 +42,7 @@ def product_fp8_block(x: torch.Tensor, weight: Fp8BlockWeight, out: torch.Tensor
     Args:
         x: [M, K] bf16, rows contiguous.
         weight: [N, K].
-        out: [M, N] bf16.
+        out: [M, N] bf16 or fp32, contiguous.
     """
     m, (n, k) = x.shape[0], weight.shape
     block_m, block_n = 128, 128

@@ -17,6 +17,9 @@ SLICED_ROWS = 192
 """Up to this many rows an NVFP4 weight without an FP8 copy is used so, once for every 64 rows (128 in order "wgmma"):
 dequantising it into memory first would take longer."""
 
+OUT_DTYPES = (torch.bfloat16, torch.float32)
+"""Of a product's result: fp32 for logits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
@@ -79,7 +82,8 @@ def linear(
         x: [M, K] bf16, rows contiguous (stride 1 along K). Only its shape is read where `x_fp8` is used.
         weight: a prepared weight [N, K].
         workspace: of `make_workspace` for this weight and at least M rows.
-        out: [M, N] bf16, rows contiguous (it may be columns of a wider tensor); made if None.
+        out: [M, N] bf16 or fp32, rows contiguous (it may be columns of a wider tensor); bf16 is made if None. Products
+            are fp32 sums: in fp32 they are not rounded, but for those with an FP8 copy, whose kernel writes bf16.
         x_fp8: [M, K] float8_e4m3fn and
         x_scale: [M] fp32, x = x_fp8 * x_scale: used by weights with an FP8 copy when M > `SKINNY_ROWS`. Without them
             `x` is quantised here.
@@ -95,9 +99,10 @@ def linear(
         raise ValueError(f"x must be bf16 rows of {k} values side by side, got {x.dtype} {tuple(x.shape)} {x.stride()}")
     if out is None:
         out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
-    elif out.shape != (m, n) or out.dtype != torch.bfloat16 or out.stride(1) != 1:
+    elif out.shape != (m, n) or out.dtype not in OUT_DTYPES or out.stride(1) != 1:
         raise ValueError(
-            f"out must be bf16 [{m}, {n}] with rows side by side, got {out.dtype} {tuple(out.shape)} {out.stride()}"
+            f"out must be bf16 or fp32 [{m}, {n}] with rows side by side,"
+            f" got {out.dtype} {tuple(out.shape)} {out.stride()}"
         )
     if m == 0:
         return out
@@ -112,7 +117,7 @@ def linear(
         return _product_fp8(x_fp8, x_scale, copy, out)
     if isinstance(weight, Fp8BlockWeight):
         return dequantise.product_fp8_block(x, weight, out)
-    return torch.mm(x, _plain(weight, workspace).t(), out=out)
+    return _product_plain(x, _plain(weight, workspace), out)
 
 
 def linear_swiglu(
@@ -157,8 +162,18 @@ def _in_registers(weight: Weight, m: int) -> bool:
     return m <= SKINNY_ROWS
 
 
+def _product_plain(x: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    if out.dtype == x.dtype:
+        return torch.mm(x, values.t(), out=out)
+    if x.is_cuda:
+        return torch.mm(x, values.t(), out_dtype=out.dtype, out=out)
+    # `out_dtype` exists on CUDA only.
+    return torch.mm(x.float(), values.float().t(), out=out)
+
+
 def _product_fp8(x: torch.Tensor, x_scale: torch.Tensor, weight: Fp8RowWeight, out: torch.Tensor) -> torch.Tensor:
-    whole = out.is_contiguous()
+    # Scaled by row it writes bf16 only.
+    whole = out.is_contiguous() and out.dtype == torch.bfloat16
     y = torch._scaled_mm(
         x,
         weight.values.t(),

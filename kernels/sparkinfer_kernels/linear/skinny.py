@@ -153,7 +153,7 @@ def product(
         x: [M, K] bf16, rows contiguous and their stride a multiple of 8.
         weight: [N, K].
         partials, counters: of a workspace.
-        out: [M, N] bf16, [M, N / 2] with `activate`; rows contiguous, their stride free.
+        out: [M, N] bf16 or fp32, [M, N / 2] bf16 with `activate`; rows contiguous, their stride free.
         config: other parameters than the tuned ones (for measuring).
     """
     m, (n, k) = x.shape[0], weight.shape

@@ -375,7 +375,7 @@ def _store(
     GATE_UP: gl.constexpr,
     ACTIVATE: gl.constexpr,
 ):
-    """Scale the rows, apply SwiGLU if asked, write bf16."""
+    """Scale the rows and write them in the dtype of `out_ptr`; with SwiGLU, if asked for, in bf16."""
     layout: gl.constexpr = y.type.layout
     row = gl.arange(0, RN * 16, gl.SliceLayout(1, layout)) + block * (RN * 16)
     token = gl.arange(0, BM, gl.SliceLayout(0, layout))[None, :] + first_token
@@ -395,4 +395,4 @@ def _store(
         if GATE_UP:
             n = row // 16 * 8 + row % 8 + (row // 8 % 2) * (N // 2)
         mask = (token < M) & (row[:, None] < N)
-        gl.store(out_ptr + token.to(gl.int64) * out_stride + n[:, None], y.to(gl.bfloat16), mask=mask)
+        gl.store(out_ptr + token.to(gl.int64) * out_stride + n[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)

@@ -122,4 +122,4 @@ def fp8_block_kernel(
         product = tl.dot((x / x_scale[:, None]).to(tl.float8e4nv), w)
         acc += product * (x_scale * w_scale)[:, None]
     mask = (m[:, None] < M) & (n[None, :] < N)
-    tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], acc.to(tl.bfloat16), mask=mask)
+    tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
