@@ -7,6 +7,7 @@ bfloat16 logits near 16 lie 1/8 apart, so that the two best are often equal and 
 from __future__ import annotations
 
 import torch
+from sparkinfer_kernels.linear.reference import BlockedWeight, linear, pack_blocked
 
 COPY_BYTES = 256 << 20
 """A matrix is kept as a float32 copy of up to so many bytes; of a larger one, a block at a time is converted."""
@@ -35,29 +36,23 @@ class OutputMatrix:
 
     def __init__(self, weight: torch.Tensor, copy_bytes: int = COPY_BYTES) -> None:
         self._rows: torch.Tensor | None = None
-        self._columns: torch.Tensor | None = None
-        self._blocked: torch.Tensor | None = None
+        self._packed: torch.Tensor | BlockedWeight | None = None
         if weight.numel() * 4 > copy_bytes:
             self._rows = weight
         elif weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
-            # oneDNN's own layout, as for the projections (`pack_linear`).
-            self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous(), None)
+            self._packed = pack_blocked(weight.float())
         else:
-            self._columns = weight.float().t().contiguous()
+            self._packed = weight.float().t().contiguous()
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, H] of any float dtype to [m, V] float32."""
         x = hidden.float()
-        if self._columns is not None:
-            return x @ self._columns
-        if self._blocked is not None:
+        if self._packed is None:
+            return self._in_blocks(x)
+        if isinstance(self._packed, BlockedWeight) and x.shape[0] == 1 and x.shape[1] > SPLIT_SUMS:
             # Twice the same row reads the matrix once, which is what a product of one row costs.
-            rows = x.expand(2, -1).contiguous() if x.shape[0] == 1 and x.shape[1] > SPLIT_SUMS else x
-            product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
-                rows, self._blocked, None, "none", [], ""
-            )
-            return product[: x.shape[0]]
-        return self._in_blocks(x)
+            return linear(x.expand(2, -1).contiguous(), self._packed)[:1]
+        return linear(x, self._packed)
 
     def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
         assert self._rows is not None

@@ -22,7 +22,7 @@ rows, whose call costs half of oneDNN's."""
 
 @dataclass(frozen=True, slots=True)
 class BlockedWeight:
-    """A bfloat16 weight for oneDNN."""
+    """A weight for oneDNN."""
 
     blocked: torch.Tensor
     """In oneDNN's layout."""
@@ -41,10 +41,14 @@ def pack_linear(weight: torch.Tensor, steady: bool = False) -> torch.Tensor | Bl
         What `linear` takes.
     """
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and bfloat16_instructions():
-        blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         plain = None if steady or weight.numel() > SMALL_WEIGHT else weight.t().contiguous()
-        return BlockedWeight(blocked, plain)
+        return pack_blocked(weight, plain)
     return weight.t().contiguous()
+
+
+def pack_blocked(weight: torch.Tensor, plain: torch.Tensor | None = None) -> BlockedWeight:
+    """Lay out a weight [out, in] on a CPU for oneDNN, in any dtype that it multiplies; `plain`: see `BlockedWeight`."""
+    return BlockedWeight(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), plain)
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor | BlockedWeight) -> torch.Tensor:
