@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -358,9 +359,9 @@ def test_ctrl_c_stops_an_answer_and_not_the_server_of_a_chat(model_dir: Path, tm
     command = [sys.executable, "-m", "sparkinfer.cli", "chat", str(model_dir), "--max-tokens", "1500"]
     log = tmp_path / "log"
 
-    def until(words: str) -> None:
+    def until(shown: Callable[[str], bool]) -> None:
         deadline = time.monotonic() + 240  # a busy machine generates slowly
-        while words not in log.read_text():
+        while not shown(log.read_text()):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
@@ -370,16 +371,20 @@ def test_ctrl_c_stops_an_answer_and_not_the_server_of_a_chat(model_dir: Path, tm
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env=environment(PYTHONUNBUFFERED="1"),
+            # As from a terminal: tests that a script runs in the background inherit a signal that is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as process,
     ):  # fmt: skip
         assert process.stdin is not None
         try:
-            until("> ")
+            until(lambda text: text.endswith("> "))
+            opening = log.read_text()
             (server,) = psutil.Process(process.pid).children()
             print("hello", file=process.stdin, flush=True)
-            time.sleep(0.3)
+            # At the first words: a random model may end its answer by itself later.
+            until(lambda text: len(text) > len(opening))
             os.killpg(process.pid, signal.SIGINT)
-            until("[stopped]")
+            until(lambda text: "[stopped]" in text)
             assert not wait_gone(server.pid, 1.0)
             process.kill()
             assert wait_gone(server.pid, 20), "the server ends with a chat that was killed"
