@@ -33,6 +33,13 @@ from sparkinfer.runner.open_runner import open_runner
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, Row, SamplingParams, StepPlan
 
 SCHEMA = "sparkinfer/bench/v1"
+ARITHMETIC = {
+    "prefill": ("auto", "fp8"),
+    "kv_cache": ("auto", "fp8"),
+    "state": ("float32", "bfloat16"),
+    "head": ("auto", "fp8"),
+}
+"""Settings that trade accuracy for speed on a GPU, by the name before `_dtype`; the default first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +87,9 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", default="auto", help="auto, or dummy for random weights (default %(default)s)")
     parser.add_argument("--seed", type=seed, default=0, help="of prompts and dummy weights (default %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads on CPU (default: torch's own choice)")
-    parser.add_argument("--fast", action="store_true", help="GPU: FP8 prefill, FP8 KV cache, bfloat16 states")
-    parser.add_argument("--prefill-fp8", action="store_true", help="GPU: FP8 prefill alone")
+    for name, choices in ARITHMETIC.items():
+        flag = f"--{name.replace('_', '-')}-dtype"
+        parser.add_argument(flag, choices=choices, default=choices[0], help="GPU: as in `serve` (default %(default)s)")
 
 
 def check_options(options: argparse.Namespace, least: dict[str, int]) -> None:
@@ -90,13 +98,22 @@ def check_options(options: argparse.Namespace, least: dict[str, int]) -> None:
         value = getattr(options, name)
         if value is not None and value < low:
             raise ConfigError(f"--{name} {value}: must be at least {low}")
+    for name, choices in ARITHMETIC.items():
+        value = getattr(options, f"{name}_dtype")
+        if options.device == "cpu" and value != choices[0]:
+            raise ConfigError(f"--{name.replace('_', '-')}-dtype {value} is for a GPU: give --device cuda")
     if options.json is not None:
         require_file(options.json, "--json")
 
 
 def gpu_options(options: argparse.Namespace) -> GpuOptions:
     """What the flags say about a GPU's arithmetic."""
-    return GpuOptions(options.fast or options.prefill_fp8, options.fast, options.fast, fp8_head=options.fast)
+    return GpuOptions(
+        fp8_prefill=options.prefill_dtype == "fp8",
+        fp8_kv=options.kv_cache_dtype == "fp8",
+        bf16_state=options.state_dtype == "bfloat16",
+        fp8_head=options.head_dtype == "fp8",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -285,8 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "random_weights": options.load_format == "dummy",
             "device": options.device,
             "dtype": options.dtype,
-            "fast": options.fast,
-            "prefill_fp8": options.fast or options.prefill_fp8,
+            **{f"{name}_dtype": getattr(options, f"{name}_dtype") for name in ARITHMETIC},
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "python": platform.python_version(),

@@ -257,3 +257,20 @@ def test_a_quantised_checkpoint_against_its_16bit_form(model: Path, tmp_path: Pa
     assert run(f"{folder},dtype=float32", f"{model},dtype=float32", "--json", out) in (0, 1)
     assert json.loads(out.read_text())["figures"]["kl"] > 1e-6
     assert run(f"{folder},form=8bit", model) == 2
+
+
+def test_settings_of_the_engine_are_part_of_its_name(model, tmp_path, capsys):
+    out = tmp_path / "chunks.json"
+    chunked = f"{model},dtype=float32,prefill_chunk=64"
+    assert run(chunked, f"{model},dtype=float32", "--limit", 1, "--answer-tokens", 0, "--json", out) == 0
+    document = json.loads(out.read_text())
+    assert document["engines"]["a"]["settings"] == "prefill_chunk=64"
+    assert "settings" not in document["engines"]["b"]
+    for wrong, text in (
+        (f"{model},prefill_chunk=x", "not a whole number"),
+        (f"{model},state_dtype=fp8", "float32, bfloat16"),
+        (f"{model},state_dtype=bfloat16", "for a GPU"),
+        (f"{model},max_queue=3", "is not one of"),
+    ):
+        assert run(wrong, model, "--json", out) == 2
+        assert text in capsys.readouterr().err

@@ -24,6 +24,12 @@ def test_bench_prints_and_writes_what_it_measured(checkpoint, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 
+def test_bench_refuses_a_gpu_s_arithmetic_on_a_cpu(checkpoint):
+    folder, _ = checkpoint("dense")
+    with pytest.raises(ConfigError, match="--state-dtype bfloat16 is for a GPU"):
+        main([str(folder), "--state-dtype", "bfloat16"])
+
+
 def test_bench_refuses_lengths_beyond_the_model(checkpoint):
     folder, _ = checkpoint("dense")
     with pytest.raises(ConfigError, match="more than the model's 512 positions"):

@@ -16,8 +16,10 @@ from sparkinfer_eval.server_probe import require_url
 from .held_out import Task
 from .scores import Scores, read_scores
 
+SETTINGS = ("prefill_dtype", "kv_cache_dtype", "state_dtype", "head_dtype", "prefill_chunk", "kv_cache_mb")
+"""Settings of the engine in this process that change what it computes, or where one device holds several engines."""
 OPTIONS = {
-    "sparkinfer": ("dtype", "device", "load_format", "form"),
+    "sparkinfer": ("dtype", "device", "load_format", "form", *SETTINGS),
     "transformers": ("dtype", "device", "form"),
     "vllm": ("dtype", "form"),
     "release": ("tag", "dtype", "form"),
@@ -26,7 +28,8 @@ SIXTEEN_BIT = "16bit"
 """The `form` that a quantised checkpoint's weights stand for, for engines that do not read its format."""
 SPEC_HELP = (
     "http://HOST:PORT of an OpenAI-compatible server; MODEL or sparkinfer:MODEL[,dtype=T][,device=D][,load_format=F]: "
-    "this engine in this process; transformers:MODEL[,dtype=T][,device=D]; vllm:MODEL[,dtype=T]: vLLM, started here; "
+    "this engine in this process (also ," + "=S ,".join(SETTINGS) + "=S: settings of docs/settings.md); "
+    "transformers:MODEL[,dtype=T][,device=D]; vllm:MODEL[,dtype=T]: vLLM, started here; "
     "release:MODEL[,tag=REVISION][,dtype=T]: this engine as it was at the last release or another git revision; "
     "each with ,form=16bit: a quantised checkpoint's 16-bit form, written for the purpose; "
     "scores:FILE: what --record kept"
@@ -134,7 +137,8 @@ def _local(kind: str, folder: Path, context: int, method: str, options: dict[str
     if kind == "sparkinfer":
         from .local import LocalEngine
 
-        yield LocalEngine(folder, context, **options)
+        settings = {name: options.pop(name) for name in SETTINGS if name in options}
+        yield LocalEngine(folder, context, settings=settings, **options)
     elif kind == "transformers":
         from .transformers_model import TransformersModel
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from sparkinfer import __version__
@@ -10,7 +10,7 @@ from sparkinfer.engine.build import build_engine
 from sparkinfer.engine.ipc import EngineOptions
 from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer.scheduling.types import Request, SamplingParams, TokenLogprobs, TokenUpdate
-from sparkinfer.settings import Settings
+from sparkinfer.settings import resolve
 from sparkinfer_eval.progress import progress
 
 from .engines import describe
@@ -24,13 +24,20 @@ AT_ONCE = 16
 
 
 class LocalEngine:
-    """Loads a model folder. Raises SparkinferError when it cannot."""
+    """Loads a model folder; `settings` are texts by field name. Raises SparkinferError when it cannot."""
 
     def __init__(
-        self, folder: Path, context: int, dtype: str = "auto", device: str = "cpu", load_format: str = "auto"
+        self,
+        folder: Path,
+        context: int,
+        dtype: str = "auto",
+        device: str = "cpu",
+        load_format: str = "auto",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
-        settings = Settings(max_model_len=context, max_num_seqs=AT_ONCE)
-        options = EngineOptions(str(folder), settings, dtype=dtype, device=device, load_format=load_format)
+        given = dict(settings or {})
+        chosen = resolve({}, {"max_model_len": str(context), "max_num_seqs": str(AT_ONCE), **given})
+        options = EngineOptions(str(folder), chosen, dtype=dtype, device=device, load_format=load_format)
         self._engine = build_engine(options)
         self.context: int | None = context
         self.vocab_size = int(self._engine.info["limits"]["vocab_size"])
@@ -43,6 +50,7 @@ class LocalEngine:
             dtype=self._engine.info.get("dtype"),
             device=self._engine.info.get("device"),
             torch=self._engine.info.get("torch"),
+            settings=" ".join(f"{name}={value}" for name, value in given.items()) or None,
         )
 
     def score(self, task: Task) -> Scores:

@@ -23,7 +23,7 @@ from sparkinfer_eval.report.run_info import read_run_info, write_json
 LARGE = ("profile_export_raw.jsonl.gz", "profile_export_console.txt", "profile_export_console.ansi")
 """Left out of the archive: every streamed chunk once more (times of all tokens are in records.jsonl)."""
 NOTES = {
-    "fast": "FP8 prefill, KV cache and output matrix, bfloat16 recurrent states",
+    "fast": "as exact, with recurrent states kept in bfloat16",
     "exact": "arithmetic as the checkpoint stores it, KV cache in its dtype, float32 recurrent states",
 }
 TITLES = {"sparkinfer": "sparkinfer", "vllm": "vLLM"}

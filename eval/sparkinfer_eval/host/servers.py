@@ -18,6 +18,8 @@ from sparkinfer.errors import ConfigError, EnvironmentProblem
 from sparkinfer_eval.host.site import Host
 
 STOP_S = 20.0
+FAST = ["--state-dtype", "bfloat16"]
+"""Of the settings that trade accuracy for speed those that pass eval/accuracy.py (docs/gpu.md has the figures)."""
 USEFUL = re.compile(r"error|exception|traceback|captured|memory|loaded|kv cache|using |graph", re.IGNORECASE)
 
 
@@ -69,17 +71,16 @@ def _alive(pid: int) -> bool:
 
 
 def arguments_of(host: Host, engine: str, model: Path, port: int, column: str, extra: list[str]) -> list[str]:
-    """The server's command line. `column` `fast` is ours alone: what may cost accuracy is on."""
+    """The server's command line. `column` `fast` is ours alone: what trades accuracy and passes the gate is on."""
     if engine == "vllm":
         return [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name",
             "m", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "16384",
             "--gpu-memory-utilization", "0.9", *_text_only(model), *extra,
         ]  # fmt: skip
-    fast = ["--prefill-dtype", "fp8", "--kv-cache-dtype", "fp8", "--state-dtype", "bfloat16", "--head-dtype", "fp8"]
     return [
         sys.executable, "-m", "sparkinfer.cli", "serve", str(model), "--served-model-name", "m", "--port", str(port),
-        "--device", "cuda", "--max-model-len", "16384", *(fast if column == "fast" else []), *extra,
+        "--device", "cuda", "--max-model-len", "16384", *(FAST if column == "fast" else []), *extra,
     ]  # fmt: skip
 
 
