@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from sparkinfer.errors import CheckpointError, EnvironmentProblem
+from sparkinfer.errors import CheckpointError, ConfigError, EnvironmentProblem
 
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)@(?P<revision>[^/@]+)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -18,6 +19,7 @@ def resolve_model(model: str) -> Path:
 
     Raises:
         CheckpointError: there is no such folder, or the revision is no full commit id.
+        ConfigError: HF_ENDPOINT is no address.
         EnvironmentProblem: the repository cannot be fetched.
     """
     try:
@@ -41,12 +43,16 @@ def resolve_model(model: str) -> Path:
 
 
 def _fetch(repository: str, revision: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    import httpx
 
     try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ValueError as error:  # the package reads its addresses while it is imported
+        raise ConfigError(f"HF_ENDPOINT={os.environ.get('HF_ENDPOINT', '')!r} is no address: {error}") from error
+    try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FILES)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         raise EnvironmentProblem(
             f"{repository} at {revision} could not be fetched ({type(error).__name__}): check the id, the commit and"
             " the network, or give a folder"

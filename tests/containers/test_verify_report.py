@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from sparkinfer_containers import attest, statements
 from sparkinfer_containers.trust import credentials
+from sparkinfer_containers.verify import cli as verify_cli
 from sparkinfer_containers.verify.cli import main
 from sparkinfer_eval import parquet
 
@@ -209,6 +210,17 @@ def test_bundle_of_one_gigabyte_in_a_report(signed: Path, check: Any) -> None:
     code, outcome = check(signed)
     assert code == 3
     assert "refused unread" in texts(outcome)
+
+
+def test_interrupted(signed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify_cli, "_check", interrupt)
+    assert main([str(signed)]) == 130
+    out, err = capsys.readouterr()
+    assert not out
+    assert err == "sparkinfer-verify: interrupted: nothing is proved\n"
 
 
 def test_evaluation_that_contradicts_the_first(

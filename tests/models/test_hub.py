@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from sparkinfer.errors import CheckpointError, EnvironmentProblem
@@ -47,3 +51,17 @@ def test_a_commit_in_the_cache_needs_no_network(tmp_path, monkeypatch):
     other = COMMIT[::-1]
     with pytest.raises(EnvironmentProblem, match=f"owner/name at {other} could not be fetched"):
         resolve_model(f"owner/name@{other}")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "code", "text"), [("http://[", 2, "HF_ENDPOINT"), ("http://127.0.0.1:9", 3, "network")]
+)
+def test_an_endpoint_that_answers_nothing_is_one_line(endpoint, code, text):
+    program = "import sys; from sparkinfer.cli import main; sys.exit(main(sys.argv[1:]))"
+    result = subprocess.run(
+        [sys.executable, "-c", program, "serve", f"owner/name@{COMMIT}"], env={**os.environ, "HF_ENDPOINT": endpoint},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == code
+    assert text in result.stderr
+    assert result.stderr.count("\n") == 1

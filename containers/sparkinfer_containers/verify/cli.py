@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -120,6 +121,14 @@ def _check(args: argparse.Namespace) -> Outcome:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    try:
+        return _verify(argv)
+    except KeyboardInterrupt:
+        print("sparkinfer-verify: interrupted: nothing is proved", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _verify(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     written = args.json if args.json and str(args.json) != "-" else None
     outcome = Outcome(args.target)
