@@ -154,8 +154,10 @@ class GatedDeltaNet:
         elif n == 0:
             out = self._prefill(qkv, g, beta, batch.prefill, caches)
         else:
-            decoded = self._decode(qkv[:n], g[:n], beta[:n], batch, caches)
-            out = torch.cat([decoded, self._prefill(qkv[n:], g[n:], beta[n:], batch.prefill, caches)])
+            # Each part writes its rows: joining them afterwards would copy the prompts' once more.
+            out = torch.empty(x.shape[0], self.value_heads, self.dv, dtype=torch.float32, device=x.device)
+            out[:n] = self._decode(qkv[:n], g[:n], beta[:n], batch, caches)
+            self._prefill(qkv[n:], g[n:], beta[n:], batch.prefill, caches, out[n:])
         out = self.ops.gated_rms_norm(out, z.unflatten(-1, (self.value_heads, self.dv)), self.norm, self.eps)
         return self.ops.linear(out.flatten(1), self.out_proj)
 
@@ -173,7 +175,13 @@ class GatedDeltaNet:
         return self.ops.recurrent_gated_delta_rule(qk, v, g, beta, caches.state[self.index], batch.decode_runs)
 
     def _prefill(
-        self, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, prefill: Prefill, caches: Caches
+        self,
+        qkv: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        prefill: Prefill,
+        caches: Caches,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         windows, states = caches.window[self.index], caches.state[self.index]
         window = windows.index_select(0, prefill.slots)
@@ -183,7 +191,7 @@ class GatedDeltaNet:
         mixed = self.ops.causal_conv1d_varlen(qkv, window, self.conv, prefill.lengths, window_saves, self.steady)
         qk, v = self._heads(mixed)
         v = v.float() if self.steady else v
-        out = self.ops.chunk_gated_delta_rule(qk, v, g, beta, state, prefill.chunks, state_saves)
+        out = self.ops.chunk_gated_delta_rule(qk, v, g, beta, state, prefill.chunks, state_saves, out)
         windows.index_copy_(0, prefill.slots, window)
         states.index_copy_(0, prefill.slots, state)
         return out
@@ -221,14 +229,14 @@ class Attention:
         k_cache, v_cache = caches.kv[self.index]
         self.ops.write_kv(k, v, k_cache, v_cache, batch.kv_positions)
         n, scale = batch.num_decode, self.d**-0.5
-        parts = []
-        if n:
-            parts.append(self.ops.attention_decode(q[:n], k_cache, v_cache, batch.decode_groups, scale))
-        if batch.prefill is not None:
-            spans = batch.prefill.spans
-            rows = q[n:], k[n:], v[n:]
-            parts.append(self.ops.attention_prefill(*rows, k_cache, v_cache, spans, scale, self.steady))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if batch.prefill is None:
+            out = self.ops.attention_decode(q, k_cache, v_cache, batch.decode_groups, scale)
+        else:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            if n:
+                out[:n] = self.ops.attention_decode(q[:n], k_cache, v_cache, batch.decode_groups, scale)
+            spans, rows = batch.prefill.spans, (q[n:], k[n:], v[n:])
+            self.ops.attention_prefill(*rows, k_cache, v_cache, spans, scale, self.steady, out[n:])
         return self.ops.linear(out.flatten(1).mul_(torch.sigmoid(gate)), self.o_proj)
 
 

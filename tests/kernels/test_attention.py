@@ -138,6 +138,10 @@ def test_bfloat16_prompts_of_one_length_go_together_as_they_would_alone(hq, hkv)
         alone = [attention.PrefillSpan(0, length, 0, None)]
         expected = attention.attention_prefill(q[part], k[part], v[part], cache, cache, alone, d**-0.5)
         assert torch.equal(got[part], expected)
+    rows = torch.full((3 + sum(lengths), hq, d), 7.0, dtype=torch.bfloat16)
+    attention.attention_prefill(q, k, v, cache, cache, spans, d**-0.5, out=rows[3:])
+    assert torch.equal(rows[3:], got)
+    assert (rows[:3] == 7).all()
 
 
 @pytest.mark.parametrize(("hq", "hkv"), [(4, 2), (3, 1), (2, 2)])

@@ -132,6 +132,20 @@ def test_bfloat16_values_are_near_the_recurrence(starts, lengths, cuts, repeat_k
         first += length
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_can_be_written_behind_other_rows(dtype):
+    lengths = [130, 70, 33, 5]  # Eight states: in bfloat16 the scan gives bfloat16.
+    qk, v, g, beta = inputs(sum(lengths), 5)
+    before = torch.randn(len(lengths), HV, DK, DV, generator=torch.Generator().manual_seed(6))
+    layout = chunk_layout([0] * len(lengths), lengths, [[]] * len(lengths), torch.device("cpu"))
+    expected = chunk_gated_delta_rule(qk, v.to(dtype), g, beta, before.clone(), layout)
+    rows = torch.full((3 + sum(lengths), HV, DV), 7.0)
+    out = chunk_gated_delta_rule(qk, v.to(dtype), g, beta, before.clone(), layout, (), rows[3:])
+    assert out.data_ptr() == rows[3:].data_ptr()
+    assert torch.equal(rows[3:], expected)
+    assert (rows[:3] == 7).all()
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(slots=st.sets(st.integers(0, 9), min_size=1), seed=st.integers(0, 1000))
 def test_recurrent_equals_recurrence(assert_close, slots, seed):

@@ -22,9 +22,9 @@ def test_a_pass_scans_all_prompts_at_once_and_saves_from_inside(checkpoint, make
     requests = [driver.add(prompt(length, length)) for length in LENGTHS]
     ops, original, scans = driver.runner.ops, driver.runner.ops.chunk_gated_delta_rule, []
 
-    def spy(qk, v, g, beta, state, layout, save_to=()):
+    def spy(qk, v, g, beta, state, layout, save_to=(), out=None):
         scans.append((len(qk), len(state), len(layout.steps), len(save_to)))
-        return original(qk, v, g, beta, state, layout, save_to)
+        return original(qk, v, g, beta, state, layout, save_to, out)
 
     try:
         object.__setattr__(ops, "chunk_gated_delta_rule", spy)  # The table of kernels is frozen.

@@ -40,8 +40,8 @@ COLUMNS = (
     ("itl_ms", "p90", "ITL p90 ms"),
     ("request_latency_ms", "p50", "latency p50 ms"),
 )  # fmt: skip
-REAL_ROUNDS = 2
-"""Simulations of each policy that only time passes, where these are executed."""
+REAL_ROUNDS = 11
+"""Simulations of each policy that only time passes, where these are executed; those shown are one more."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,8 +156,10 @@ def policies_table(loads: Sequence[Workload], costs: Costs, policies: Sequence[s
     lines = ["| load | policy | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for workload in loads:
         # All policies first time their passes, in turn, so that none has the advantage of the times of those before it.
-        for text in list(policies) * (REAL_ROUNDS if real else 0):
-            simulate(workload, policy(text, costs.scheduler), costs)
+        for number in range(REAL_ROUNDS if real else 0):
+            costs.next_round(first=number == 0)
+            for text in policies:
+                simulate(workload, policy(text, costs.scheduler), costs)
         for text in policies:
             figures = row(workload, policy(text, costs.scheduler), costs, real)
             lines.append(f"| {workload.name} | {text or 'as recorded'} | " + " | ".join(figures) + " |")

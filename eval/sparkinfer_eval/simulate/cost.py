@@ -154,6 +154,9 @@ class Costs:
         """Token ids of prompts lie below this."""
         return VOCABULARY
 
+    def next_round(self, first: bool) -> None:
+        """A round of simulations begins, with `first` those of another load: fitted costs stay as they are."""
+
     def pass_seconds(self, plan: StepPlan, rested: bool = False) -> float:
         """How long the model runner takes for a plan; `rested`: after a time without one."""
         return float(np.dot(self.pass_weights, pass_features({**plan_line(plan), "rested": rested})))

@@ -1,7 +1,9 @@
 """Passes executed by the model instead of a cost model, for comparisons of policies on a machine that is not quiet.
 
-A pass takes the least CPU time of several executions of passes like it: other programs can only add to that. Loads, the
-scheduler and everything around the engine are simulated as always.
+A pass takes the least CPU time of several executions of passes like it: other programs can only add to that. The least
+of more executions is less, and a machine has slow phases of seconds. So every pass has as many executions as any other,
+in each of many rounds of all policies: otherwise the policy that repeats few passes is judged by better times than one
+whose passes are all different. Loads, the scheduler and everything around the engine are simulated as always.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from sparkinfer.scheduling.types import StepPlan
 
 from .cost import Costs
 
-EXECUTIONS = {"decode": (2, 30), "prompt": (4, 12)}
-"""Of a plan when it comes up, and of plans like it in all: passes without and with prompts."""
+EXECUTIONS = {"decode": 2, "prompt": 1}
+"""Of passes that are alike, in each round: passes without and with prompts."""
 CONTEXT_STEP = 64
 """Decode passes of this many tokens' difference in mean context count as alike."""
 
@@ -42,6 +44,13 @@ class RealPasses:
         )
         self.vocabulary = self._runner.config.vocab_size
         self._times: dict[tuple[object, ...], list[float]] = {}
+        self._rounds = 1
+
+    def next_round(self, first: bool) -> None:
+        """From here on every pass is executed anew a few times; with `first`, what was measured before is forgotten."""
+        if first:
+            self._times.clear()
+        self._rounds = 1 if first else self._rounds + 1
 
     def seconds(self, plan: StepPlan) -> float:
         """Seconds of the pass. It is executed at least once, so that the runner knows every block of it."""
@@ -49,11 +58,15 @@ class RealPasses:
         context = int(plan.decode.starts.sum()) // (CONTEXT_STEP * max(decode, 1))
         prompts = tuple(sorted((row.start, row.length) for row in plan.prefill))
         times = self._times.setdefault((decode, context, prompts), [])
-        each, most = EXECUTIONS["prompt" if prompts else "decode"]
-        for _ in range(each if len(times) < most else 1):
+        each = EXECUTIONS["prompt" if prompts else "decode"]
+        # A pass that comes up for the first time in a late round makes up for those before.
+        missing = each * self._rounds - len(times)
+        for _ in range(max(1, missing)):
             begin = time.thread_time()
             self._runner.execute(plan)
-            times.append(time.thread_time() - begin)
+            seconds = time.thread_time() - begin
+            if missing > 0:
+                times.append(seconds)
         return min(times)
 
 
@@ -73,6 +86,11 @@ class RealCosts(Costs):
         """The model's."""
         assert self.passes is not None
         return self.passes.vocabulary
+
+    def next_round(self, first: bool) -> None:
+        """See `RealPasses.next_round`."""
+        assert self.passes is not None
+        self.passes.next_round(first)
 
     def pass_seconds(self, plan: StepPlan, rested: bool = False) -> float:
         """How long the model runner takes for a plan, undisturbed."""

@@ -208,6 +208,7 @@ def attention_prefill(
     spans: Sequence[PrefillSpan],
     scale: float,
     steady: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed sequences; a sequence that continues reads its earlier keys from the cache.
 
@@ -217,13 +218,15 @@ def attention_prefill(
         spans: the sequences, which together cover the T tokens.
         scale: of the scores.
         steady: one way for prompts of any length, whose rounding then does not depend on where a prompt is cut.
+        out: [T, Hq, D] without gaps, in the dtype of `q`, written; made when None.
 
     Returns:
-        [T, Hq, D].
+        `out`.
     """
     total, hq, d = q.shape
     hkv = k.shape[1]
-    out = torch.empty(total, hq, d, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(total, hq, d, dtype=q.dtype, device=q.device)
     by_tiles = not steady and _in_bfloat16(q.dtype, q.device)
     for count, span in _alike(spans) if by_tiles else [(1, span) for span in spans]:
         tokens = slice(span.first, span.first + count * span.length)

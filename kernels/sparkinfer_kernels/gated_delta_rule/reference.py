@@ -169,6 +169,7 @@ def chunk_gated_delta_rule(
     state: torch.Tensor,
     layout: ChunkLayout,
     save_to: Sequence[torch.Tensor] = (),
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The rule over packed sequences, each from its own state.
 
@@ -181,9 +182,10 @@ def chunk_gated_delta_rule(
         state: [R, Hv, K, V] fp32, overwritten by the state after each sequence.
         layout: the sequences in chunks.
         save_to: destination [Hv, K, V] of every save of `layout`, by save number.
+        out: [T, Hv, V] fp32 without gaps, written; made when None.
 
     Returns:
-        [T, Hv, V] fp32.
+        `out`.
     """
     hk, dk = qk.shape[1] // 2, qk.shape[2]
     hv, dv = v.shape[1:]
@@ -201,18 +203,24 @@ def chunk_gated_delta_rule(
     # Query and key of a head side by side: [N, Hk, 2, CHUNK].
     pair_rows = rows.unsqueeze(2) * (2 * hk) + of_head[: 2 * hk].view(2, hk).t().unsqueeze(-1)
     v_rows = rows * hv + of_head[:hv].unsqueeze(-1)
-    out = torch.empty(n * hv, CHUNK, dv, dtype=scan_dtype, device=v.device)
+    by_chunk = torch.empty(n * hv, CHUNK, dv, dtype=scan_dtype, device=v.device)
     for first, stop in _segments(layout.steps, max(1, SEGMENT_CHUNKS // hv)):
         begin, end = layout.steps[first][0], layout.steps[stop - 1][1]
         pair = qk.view(-1, dk).index_select(0, pair_rows[begin:end].reshape(-1)).view(-1, 2, CHUNK, dk)
         v_c = v.reshape(-1, dv).index_select(0, v_rows[begin:end].reshape(-1)).view(-1, CHUNK, dv)
-        segment = out[begin * hv : end * hv]
+        segment = by_chunk[begin * hv : end * hv]
         parts = _within_chunks(pair, v_c, cum[begin:end], beta_c[begin:end], scan_dtype)
         values = _scan(parts, segment, state, layout, (first, stop), save_to, cum)
         segment.baddbmm_(parts.attention, values)
     chunk, lane = layout.scatter // CHUNK, layout.scatter % CHUNK
     back = (chunk * (hv * CHUNK) + lane).unsqueeze(1) + of_head[:hv] * CHUNK
-    return out.view(-1, dv).index_select(0, back.view(-1)).float().view(-1, hv, dv)
+    if out is None:
+        return by_chunk.view(-1, dv).index_select(0, back.view(-1)).float().view(-1, hv, dv)
+    if scan_dtype == out.dtype:
+        torch.index_select(by_chunk.view(-1, dv), 0, back.view(-1), out=out.view(-1, dv))
+    else:
+        out.view(-1, dv).copy_(by_chunk.view(-1, dv).index_select(0, back.view(-1)))
+    return out
 
 
 def _segments(steps: Sequence[tuple[int, int]], chunks: int) -> list[tuple[int, int]]:
