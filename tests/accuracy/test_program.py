@@ -16,6 +16,7 @@ from sparkinfer_eval import launch
 from sparkinfer_eval.accuracy import records_table
 from sparkinfer_eval.accuracy.cli import main
 from sparkinfer_eval.accuracy.held_out import FOLDER, make_task, read_held_out
+from sparkinfer_eval.accuracy.local import TOP, most_alternatives
 from sparkinfer_eval.accuracy.started import chosen_tag
 from sparkinfer_eval.plan.identity import tag_source_digest
 
@@ -274,3 +275,10 @@ def test_settings_of_the_engine_are_part_of_its_name(model, tmp_path, capsys):
     ):
         assert run(wrong, model, "--json", out) == 2
         assert text in capsys.readouterr().err
+
+
+def test_no_more_alternatives_are_asked_for_than_the_device_reports():
+    from sparkinfer_kernels.sampler.gpu import MAX_TOP
+
+    assert most_alternatives("cpu") == TOP > MAX_TOP
+    assert most_alternatives("cuda") == most_alternatives("cuda:1") == MAX_TOP

@@ -18,7 +18,7 @@ from .held_out import Task
 from .scores import GreedyAnswer, Position, Scores
 
 TOP = 256
-"""Alternatives per position: no wire limits them here."""
+"""Alternatives per position: no wire limits them here, though a GPU's kernels do."""
 ANSWER_TOP = 20
 AT_ONCE = 16
 
@@ -55,8 +55,8 @@ class LocalEngine:
 
     def score(self, task: Task) -> Scores:
         """All windows in one batch, then all answers: chunks, packing and mixing are the engine's own."""
-        scores = Scores(self.about, f"prompt log-probabilities, {TOP} alternatives")
-        top = min(TOP, self.vocab_size)
+        top = min(most_alternatives(str(self.about.get("device", "cpu"))), self.vocab_size)
+        scores = Scores(self.about, f"prompt log-probabilities, {top} alternatives")
         for name, ids in task.windows.items():
             sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=top)
             self._engine.core.add(Request(name, ids, sampling, use_cache=False))
@@ -90,6 +90,15 @@ class LocalEngine:
     def _updates(self) -> Iterable[TokenUpdate]:
         while self._engine.core.has_work:
             yield from self._engine.core.step()
+
+
+def most_alternatives(device: str) -> int:
+    """How many alternatives the engine reports for a position: as many as asked for on a CPU, few on a GPU."""
+    if device.partition(":")[0] == "cpu":
+        return TOP
+    from sparkinfer_kernels.sampler.gpu import MAX_TOP
+
+    return min(TOP, MAX_TOP)
 
 
 def _top(entry: TokenLogprobs) -> dict[int, float]:
