@@ -11,7 +11,7 @@ from sparkinfer.errors import ConfigError
 from sparkinfer.output import write_text
 
 from .figure import EQUIVALENCE, MISSED
-from .mixing_pairs import CONFIDENCE
+from .paired import CONFIDENCE
 
 SCHEMA = "sparkinfer/scheduling-figures/v3"
 ORIGIN = ("date", "command", "busy_cpus_before", "source", "engine_digest")
@@ -114,10 +114,10 @@ def markdown(record: dict[str, Any]) -> str:
         lines.append(f"| {figure['part']} | {figure['name']} | {value} | {goal} | {verdict} | {figure['note']} |")
     lines += [
         "",
-        f"Mixing: each pair has two servers of its own; intervals are of the median ratio ({CONFIDENCE:.0%}, "
-        "order statistics). Throughput: missed (lost) when the whole interval lies below 1, reached when it lies "
-        f"above {1 - EQUIVALENCE:g} (no loss of {EQUIVALENCE:.0%} or more), undecided otherwise. TTFT: reached when "
-        "the whole interval lies below 1.",
+        f"Mixing: each pair has two servers of its own; intervals ({CONFIDENCE:.0%}) are Wilcoxon's of the "
+        "Hodges-Lehmann estimate, where a note says median order statistics. Throughput: missed (lost) when the whole "
+        f"interval lies below 1, reached when it lies above {1 - EQUIVALENCE:g} (no loss of {EQUIVALENCE:.0%}), "
+        "undecided otherwise. TTFT: reached when the whole interval lies below 1.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,10 +1,12 @@
 """Mixed steps on against off: the CPU cells over HTTP, in pairs of runs on two servers started for that pair.
 
 Runs of one pair follow each other at once, in alternating order; with `--rounds` a cell runs several times on both
-servers of a pair, which is then the ratio of the medians of its runs. What is judged is the median of the pairs'
-ratios, by a confidence interval that assumes nothing about their distribution: machines with neighbours are slow for a
-while, now and then. Throughput counts as lost when all of the interval lies below 1, the time to the first token as
-lowered when all of it does.
+servers of a pair, which is then the ratio of the medians of its runs. What is judged is the centre of the pairs'
+ratios (`paired.centre`) by its whole interval: machines with neighbours are slow for a while, now and then. Throughput
+counts as lost when all of the interval lies below 1, the time to the first token as lowered when all of it does.
+
+With `--pairs` the pairs are kept in a file, each as soon as it is measured, and those that it has of the same engine,
+model and machine count too.
 
 With `--record` the requests and steps of the servers with mixing on are kept in the form of a run, so that
 `eval/simulate.py --run` can be held against several repetitions of every cell.
@@ -16,7 +18,6 @@ import argparse
 import dataclasses
 import datetime as dt
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -34,21 +35,18 @@ from .arrivals import TOOL_VERSION, measure
 from .cells import Cell, all_ids, load_cells, resolve_cells
 from .closed_loop import closed_loop
 from .figure import Figure
+from .paired import CONFIDENCE, PairsFile, Runs, centre
 from .prompts import ChatCounter, cell_texts, prompt_rows, read_prompts, write_prompts
 from .records import Record, write_records
+from .report.machine import machine_facts
 from .result_folder import Target
 
 MIXING_CONCURRENCY = (4, 16, 32)
 LOWER_TTFT_FROM = 16
 """Clients from which on the time to the first token is to be lower."""
-CONFIDENCE = 0.95
-FEWEST_PAIRS = 6
-"""Fewer have no interval of that confidence."""
 OTHER_REPEATS = 2
 """Of cells that are only recorded: one client, and arrivals."""
 ENGINE = "sparkinfer"
-Measured = dict[str, list[tuple[float, float]]]
-"""Output tok/s and TTFT p50 in ms of each run, by the server's name."""
 
 
 class Recording:
@@ -111,11 +109,12 @@ def mixing(options: argparse.Namespace) -> Iterator[Figure]:
         for number, cell in enumerate(wanted)
     }
     longest = max(cell.longest for cell in cells.values()) + 32
-    measured: dict[str, Measured] = {cell.id: {"on": [], "off": []} for cell in pairs}
+    kept = PairsFile(options.pairs, identity(options))
     for repeat in range(options.repeats):
         with fresh_servers(options, longest, recording, repeat) as urls:
+            taken_now: dict[str, dict[str, tuple[float, float]]] = {}
             for number, cell in enumerate(pairs):
-                runs: Measured = {"on": [], "off": []}
+                runs: Runs = {"on": [], "off": []}
                 for turn in range(options.rounds):
                     on_first = (repeat + number + turn) % 2 == 1
                     taken = turns(cell, rows[cell.id], urls, options.model.name, on_first)
@@ -124,8 +123,8 @@ def mixing(options: argparse.Namespace) -> Iterator[Figure]:
                         runs[name].append((metrics.output_tok_s(records), ttft))
                     if recording is not None and turn == 0:
                         recording.keep(cell, repeat + 1, taken["on"])
-                for name, values in runs.items():
-                    measured[cell.id][name].append(middle(values))
+                taken_now[cell.id] = {name: middle(values) for name, values in runs.items()}
+            kept.add(dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), taken_now)
             if recording is not None and repeat < OTHER_REPEATS:
                 for cell in alone:
                     only = turns(cell, rows[cell.id], {"on": urls["on"]}, options.model.name, False)
@@ -134,7 +133,21 @@ def mixing(options: argparse.Namespace) -> Iterator[Figure]:
                     recording.arrivals(cell, urls["on"], repeat + 1)
         print(f"pairs {repeat + 1} of {options.repeats} measured", file=sys.stderr, flush=True)
     for cell in pairs:
-        yield from figures_of(cell, measured[cell.id], options.rounds)
+        yield from figures_of(cell, kept.of(cell.id), options.rounds)
+
+
+def identity(options: argparse.Namespace) -> dict[str, Any]:
+    """What pairs must share to be judged together."""
+    machine = machine_facts()
+    return {
+        "engine_digest": engine_digest(),
+        "model_digest": model_digest(options.model),
+        "machine": f"{machine['cpu_model']}, {machine['cpus_usable']} CPUs",
+        "device": options.device,
+        "dtype": options.dtype,
+        "scale": options.scale,
+        "rounds": options.rounds,
+    }
 
 
 @contextmanager
@@ -180,34 +193,20 @@ def middle(runs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return statistics.median(rates), statistics.median(ttfts)
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Two order statistics between which the median lies with at least CONFIDENCE, whatever the distribution.
-
-    The chance that fewer than k of n values lie below the median is that of fewer than k heads in n tosses
-    (Conover, Practical Nonparametric Statistics, 3rd ed., section 3.2). Of values too few for any such interval, the
-    range, which does not reach CONFIDENCE.
-    """
-    ordered, n = sorted(values), len(values)
-    below = [sum(math.comb(n, i) for i in range(k)) / 2**n for k in range(1, n // 2 + 1)]
-    k = max((k for k, chance in enumerate(below, 1) if 2 * chance <= 1 - CONFIDENCE), default=1)
-    return ordered[k - 1], ordered[n - k]
-
-
-def figures_of(cell: Cell, measured: Measured, rounds: int = 1) -> list[Figure]:
-    """Medians of the ratios by pair, with their intervals."""
+def figures_of(cell: Cell, measured: Runs, rounds: int = 1) -> list[Figure]:
+    """Centres of the ratios by pair, with their intervals."""
     assert cell.concurrency is not None
     pairs = list(zip(measured["on"], measured["off"], strict=True))
     medians = {name: [statistics.median(v[i] for v in values) for i in (0, 1)] for name, values in measured.items()}
     found = []
     for i, (what, unit, better) in enumerate((("output tok/s", "tok/s", "above"), ("TTFT p50", "ms", "below"))):
         ratios = [on[i] / off[i] for on, off in pairs]
-        low, high = median_interval(ratios)
+        value, low, high = centre(ratios)
         each = f" of {rounds} runs each" if rounds > 1 else ""
         note = (
-            f"median of {len(pairs)} pairs{each}, {CONFIDENCE:.0%} interval {low:.3f}..{high:.3f}, pairs "
-            f"{min(ratios):.3f}..{max(ratios):.3f}; on {medians['on'][i]:.0f}, off {medians['off'][i]:.0f} {unit}"
+            f"Hodges-Lehmann estimate of {len(pairs)} pairs{each}, {CONFIDENCE:.0%} interval {low:.3f}..{high:.3f}, "
+            f"pairs {min(ratios):.3f}..{max(ratios):.3f}; on {medians['on'][i]:.0f}, off {medians['off'][i]:.0f} {unit}"
         )
         goal = 1.0 if better == "above" or cell.concurrency >= LOWER_TTFT_FROM else None
-        name, middle_ratio = f"{cell.id}: {what}, on / off", statistics.median(ratios)
-        found.append(Figure("mixing", name, middle_ratio, "x", goal, better, note, (low, high)))
+        found.append(Figure("mixing", f"{cell.id}: {what}, on / off", value, "x", goal, better, note, (low, high)))
     return found

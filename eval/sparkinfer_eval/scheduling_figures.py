@@ -30,7 +30,7 @@ from sparkinfer.engine.core import EngineCore
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer.models.config import load_config
-from sparkinfer.output import require_folder
+from sparkinfer.output import require_file, require_folder
 from sparkinfer.runner.open_runner import open_runner
 from sparkinfer.scheduling.bench import hashing, measure
 from sparkinfer.scheduling.config import SchedulerConfig
@@ -41,7 +41,8 @@ from .closed_loop import closed_loop
 from .corpus import TEXTS, read_text
 from .figure import MISSED, UNDECIDED, Figure
 from .figure_record import SCHEMA, read_earlier, with_kept, write
-from .mixing_pairs import CONFIDENCE, FEWEST_PAIRS, mixing
+from .mixing_pairs import mixing
+from .paired import CONFIDENCE, FEWEST_PAIRS
 from .prompts import ChatCounter
 from .report.machine import machine_facts, source_facts
 
@@ -231,13 +232,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--repeats",
         type=int,
         default=9,
-        help=f"pairs of runs for each cell, at least {FEWEST_PAIRS} (default %(default)s)",
+        help=f"pairs of runs for each cell, at least {FEWEST_PAIRS} without --pairs (default %(default)s)",
     )
     parser.add_argument(
         "--rounds", type=int, default=1, help="runs of each cell on both servers of a pair (default %(default)s)"
     )
     parser.add_argument(
         "--record", type=Path, metavar="FOLDER", help="keep the mixing part's requests and steps for eval/simulate.py"
+    )
+    parser.add_argument(
+        "--pairs", type=Path, metavar="FILE", help="keep the mixing part's pairs there, and judge with those it has"
     )
     parser.add_argument("--mixing-cells", nargs="+", metavar="ID", help="cells of the mixing part (default: all)")
     parser.add_argument("--steps", type=int, default=1000, help="steps of the scheduler's benchmark")
@@ -267,7 +271,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before anything is written: what is written may lie in the checkout.
         options.source = source_facts(Path(__file__).resolve().parents[2])
         load_config(options.model)
-        if "mixing" in options.parts and options.repeats < FEWEST_PAIRS:
+        if options.repeats < 1:
+            raise ConfigError(f"--repeats {options.repeats}: at least one pair is measured")
+        if options.pairs is not None:
+            require_file(options.pairs, "--pairs")
+        elif "mixing" in options.parts and options.repeats < FEWEST_PAIRS:
             raise ConfigError(
                 f"--repeats {options.repeats}: an interval of {CONFIDENCE:.0%} needs at least {FEWEST_PAIRS} pairs"
             )

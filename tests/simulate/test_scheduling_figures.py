@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from sparkinfer_eval import figure_record, mixing_pairs
+from sparkinfer_eval import figure_record, mixing_pairs, paired
 from sparkinfer_eval import scheduling_figures as figures
 from sparkinfer_eval.cells import load_cells, resolve_cells
 from sparkinfer_eval.figure import Figure
 from sparkinfer_eval.records import Record
 from sparkinfer_eval.toy_model import ToySize, generate
+
+from sparkinfer.errors import ConfigError
 
 torch.set_num_threads(1)
 CELLS = Path(__file__).parents[2] / "config" / "cells.yaml"
@@ -152,6 +154,7 @@ def test_mixing_pairs_alternate_on_fresh_servers(monkeypatch: pytest.MonkeyPatch
         return [Record(str(n), row["phase"], "", 8, 10, 0, took // 10, took, "length") for n, row in enumerate(rows)]
 
     monkeypatch.setattr(mixing_pairs.launch, "served", served)
+    monkeypatch.setattr(mixing_pairs, "model_digest", lambda model: "sha256:0")
     monkeypatch.setattr(mixing_pairs, "closed_loop", loop)
     monkeypatch.setattr(mixing_pairs, "ChatCounter", lambda model: None)
     monkeypatch.setattr(mixing_pairs, "cell_texts", lambda *_: ([], []))
@@ -159,7 +162,7 @@ def test_mixing_pairs_alternate_on_fresh_servers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mixing_pairs.server_probe, "reset_prefix_cache", lambda url: True)
     options = argparse.Namespace(
         repeats=2, model=Path("toy"), cells=CELLS, scale="cpu", mixing_cells=["chat-c16", "chat-c32"], record=None,
-        device="cpu", dtype="float32", rounds=1,
+        device="cpu", dtype="float32", rounds=1, pairs=None,
     )  # fmt: skip
     speed, wait, *_ = mixing_pairs.mixing(options)
     assert started == ["off", "on", "on", "off"]
@@ -203,24 +206,45 @@ def test_mixing_is_judged_by_its_interval() -> None:
     def of(ratios: list[float]) -> list[Figure]:
         return mixing_pairs.figures_of(cell, {"on": [(100 * r, 10 * r) for r in ratios], "off": [(100, 10)] * 9})
 
-    speed, wait = of([0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 1.01, 1.02])
-    assert (speed.value, speed.interval) == (0.95, (0.92, 1.01))
+    speed, wait = of([0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 1.01, 1.06])
+    assert speed.value == pytest.approx(0.955, abs=0.01)
+    assert speed.interval is not None
+    assert speed.interval[0] < 0.94
+    assert 1.0 < speed.interval[1] < 1.06
     assert (speed.verdict, wait.verdict) == ("undecided", "undecided")
-    assert "interval 0.920..1.010" in speed.note
-    speed, wait = of([0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 0.99, 1.02])
+    assert f"interval {speed.interval[0]:.3f}..{speed.interval[1]:.3f}" in speed.note
+    speed, wait = of([0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99])
     assert (speed.verdict, wait.verdict) == ("missed", "reached")
     few = dataclasses.replace(cell, concurrency=4)
     assert mixing_pairs.figures_of(few, {"on": [(100, 10)], "off": [(100, 10)]})[1].verdict is None
 
 
-def test_interval_of_the_median_covers_it() -> None:
-    """Ranks as in printed tables, and the share of samples of a skewed distribution whose interval holds its median."""
-    ranks = {6: (1, 6), 8: (1, 8), 9: (2, 8), 12: (3, 10), 20: (6, 15)}
-    for n, expected in ranks.items():
-        assert mixing_pairs.median_interval(range(1, n + 1)) == expected
+def test_interval_of_the_centre_covers_it() -> None:
+    """Cuts as in printed tables of the signed rank test, and the share of symmetric samples whose interval holds."""
+    for n, expected in {5: 1, 6: 1, 8: 4, 9: 6, 10: 9, 12: 14, 15: 26, 20: 53}.items():
+        assert paired._lower_cut(n) == expected
+    value, low, high = paired.centre([math.exp(x) for x in (-3.0, 0.0, 1.0, 2.0, 3.0, 9.0)])
+    assert (math.log(low), math.log(high)) == pytest.approx((-3.0, 9.0))
+    assert math.log(value) == pytest.approx(1.5)
     rng = random.Random(0)
     held = 0
-    for _ in range(2000):
-        low, high = mixing_pairs.median_interval([rng.expovariate(1.0) for _ in range(9)])
-        held += low <= math.log(2) <= high
-    assert 0.945 < held / 2000 < 0.98, "0.961 of nine"
+    for _ in range(1000):
+        _, low, high = paired.centre([math.exp(rng.gauss(0.1, 0.5)) for _ in range(9)])
+        held += low <= math.exp(0.1) <= high
+    assert 0.945 < held / 1000 < 0.98, "0.961 of nine"
+
+
+def test_pairs_are_gathered_over_runs(tmp_path: Path) -> None:
+    path, cell = tmp_path / "pairs.json", {"chat-c4": {"on": (101.04, 9.0), "off": (100.0, 10.0)}}
+    for engine in ("a", "b", "a"):
+        kept = paired.PairsFile(path, {"engine_digest": engine, "rounds": 1})
+        kept.add("today", cell)
+    assert kept.of("chat-c4") == {"on": [(101.0, 9.0)] * 2, "off": [(100.0, 10.0)] * 2}
+    assert kept.of("chat-c16") == {"on": [], "off": []}
+    again = paired.PairsFile(path, {"engine_digest": "a", "rounds": 2})
+    assert again.of("chat-c4")["on"] == []
+    assert paired.PairsFile(path, {"rounds": 1, "engine_digest": "b"}).of("chat-c4")["on"] == [(101.0, 9.0)]
+    for wrong in ("[1]", "{", '[{"identity": {}, "pairs": [{"cells": {"x": {"on": [1], "off": [1, 2]}}}]}]'):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match="holds no pairs"):
+            paired.PairsFile(path, {})
