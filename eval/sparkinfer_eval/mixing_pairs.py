@@ -132,6 +132,9 @@ def mixing(options: argparse.Namespace) -> Iterator[Figure]:
                 for cell in (cell for cell in cells.values() if cell.kind == "poisson"):
                     recording.arrivals(cell, urls["on"], repeat + 1)
         print(f"pairs {repeat + 1} of {options.repeats} measured", file=sys.stderr, flush=True)
+    bare = [cell.id for cell in pairs if not kept.of(cell.id)["on"]]
+    if bare:
+        raise ConfigError(f"{options.pairs} holds no pair of {', '.join(bare)} by this engine here: measure some first")
     for cell in pairs:
         yield from figures_of(cell, kept.of(cell.id), options.rounds)
 

@@ -66,18 +66,18 @@ class PairsFile:
                 for group in self._groups:
                     dict(group["identity"])
                     for pair in group["pairs"]:
-                        for (_, _), (_, _) in ((by["on"], by["off"]) for by in pair["cells"].values()):
-                            pass
+                        for runs in pair["cells"].values():
+                            (_, _), (_, _) = runs["on"], runs["off"]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{path} holds no pairs ({error}): name another file") from error
         found = [group for group in self._groups if group["identity"] == identity]
-        self._group = found[0] if found else {"identity": dict(identity), "pairs": []}
+        self._group: dict[str, Any] = found[0] if found else {"identity": dict(identity), "pairs": []}
         if not found:
             self._groups.append(self._group)
 
     def add(self, date: str, cells: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
         """One more pair of each cell: its figures by the server's name. Raises EnvironmentProblem."""
-        rounded = {c: {name: [round(v, 1) for v in runs] for name, runs in by.items()} for c, by in cells.items()}
+        rounded = {cell: {name: [round(v, 1) for v in of] for name, of in by.items()} for cell, by in cells.items()}
         self._group["pairs"].append({"date": date, "cells": rounded})
         if self.path is not None:
             write_text(self.path, _text(self._groups))
@@ -85,7 +85,7 @@ class PairsFile:
     def of(self, cell: str) -> Runs:
         """All pairs of a cell in the group, in order."""
         pairs = [pair["cells"][cell] for pair in self._group["pairs"] if cell in pair["cells"]]
-        return {name: [tuple(pair[name]) for pair in pairs] for name in ("on", "off")}
+        return {name: [(float(pair[name][0]), float(pair[name][1])) for pair in pairs] for name in ("on", "off")}
 
 
 def _text(groups: list[dict[str, Any]]) -> str:

@@ -241,7 +241,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--record", type=Path, metavar="FOLDER", help="keep the mixing part's requests and steps for eval/simulate.py"
     )
     parser.add_argument(
-        "--pairs", type=Path, metavar="FILE", help="keep the mixing part's pairs there, and judge with those it has"
+        "--pairs",
+        type=Path,
+        metavar="FILE",
+        help="keep the mixing part's pairs there, and judge with those it has (with --repeats 0 those alone)",
     )
     parser.add_argument("--mixing-cells", nargs="+", metavar="ID", help="cells of the mixing part (default: all)")
     parser.add_argument("--steps", type=int, default=1000, help="steps of the scheduler's benchmark")
@@ -271,8 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before anything is written: what is written may lie in the checkout.
         options.source = source_facts(Path(__file__).resolve().parents[2])
         load_config(options.model)
-        if options.repeats < 1:
-            raise ConfigError(f"--repeats {options.repeats}: at least one pair is measured")
+        if options.repeats < 0:
+            raise ConfigError(f"--repeats {options.repeats}: a number of pairs is not negative")
         if options.pairs is not None:
             require_file(options.pairs, "--pairs")
         elif "mixing" in options.parts and options.repeats < FEWEST_PAIRS:
