@@ -14,8 +14,8 @@ import gc
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,15 +48,14 @@ VARIANTS = {
 Open = Callable[[Path, GpuOptions, PassLimits, int], GpuRunner]
 
 
-@dataclass(slots=True)
-class Trace:
-    """What one variant computed: residuals [tokens, H] after each sublayer and logits [tokens, V] fp32, for the prompts
-    and for all decode steps."""
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What one variant computed for the prompts, or in all decode steps."""
 
-    prompt: list[torch.Tensor] = field(default_factory=list)
-    decode: list[torch.Tensor] = field(default_factory=list)
-    prompt_logits: torch.Tensor | None = None
-    decode_logits: torch.Tensor | None = None
+    layers: list[torch.Tensor]
+    """Residuals [tokens, H] after each sublayer, two a layer."""
+    logits: torch.Tensor
+    """[tokens, V] fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +94,9 @@ class Spy:
         self.kept.append(residual.clone())
         return out, residual
 
-    def take(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The given rows of each residual of the last pass, in order."""
-        kept, self.kept = [residual[rows] for residual in self.kept], []
+    def take(self, count: int) -> list[torch.Tensor]:
+        """The first `count` rows of each residual of the last pass, in order; behind them lies padding."""
+        kept, self.kept = [residual[:count] for residual in self.kept], []
         return kept
 
 
@@ -131,28 +130,30 @@ class Requests:
         return self.runner.logits(StepPlan(self.step, rows))
 
 
-def trace(runner: GpuRunner, prompts: Sequence[list[int]], forced: torch.Tensor, alone: bool) -> Trace:
-    """Prefill all prompts, in one pass or each `alone`, then `forced` [steps, prompts] tokens one step each."""
-    found, spy = Trace(), Spy(runner)
-    work = Requests(runner, prompts, len(prompts[0]) + len(forced) + 1)
-    device = runner.device
-    groups = [[row] for row in work.rows(decode=False)] if alone else [work.rows(decode=False)]
+def phase(work: Requests, spy: Spy, passes: Iterable[list[Row]]) -> Phase:
+    """Run passes one after the other and put what they leave together."""
     parts, logits = [], []
-    for rows in groups:
+    for rows in passes:
         logits.append(work.run(rows))
-        parts.append(spy.take(torch.arange(sum(row.length for row in rows), device=device)))
-    found.prompt, found.prompt_logits = [torch.cat(layer) for layer in zip(*parts, strict=True)], torch.cat(logits)
-    parts, logits = [], []
-    for tokens in forced.tolist():
-        for request, token in zip(work.requests, tokens, strict=True):
-            request.output.append(token)
-        rows = work.rows(decode=True)
-        # Decode rows of a step lie first; alone, each is a pass of one.
-        for group in [[row] for row in rows] if alone else [rows]:
-            logits.append(work.run(group))
-            parts.append(spy.take(torch.arange(len(group), device=device)))
-    found.decode, found.decode_logits = [torch.cat(layer) for layer in zip(*parts, strict=True)], torch.cat(logits)
-    return found
+        parts.append(spy.take(sum(row.length for row in rows)))
+    return Phase([torch.cat(layer) for layer in zip(*parts, strict=True)], torch.cat(logits))
+
+
+def trace(runner: GpuRunner, prompts: Sequence[list[int]], forced: torch.Tensor, alone: bool) -> tuple[Phase, Phase]:
+    """Prefill all prompts, in one pass or each `alone`, then `forced` [steps, prompts] tokens one step each."""
+    spy, work = Spy(runner), Requests(runner, prompts, len(prompts[0]) + len(forced) + 1)
+
+    def passes(decode: bool) -> list[list[Row]]:
+        rows = work.rows(decode)
+        return [[row] for row in rows] if alone else [rows]
+
+    def steps() -> Iterator[list[Row]]:
+        for tokens in forced.tolist():
+            for request, token in zip(work.requests, tokens, strict=True):
+                request.output.append(token)
+            yield from passes(decode=True)
+
+    return phase(work, spy, passes(decode=False)), phase(work, spy, steps())
 
 
 def relative(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
@@ -196,7 +197,7 @@ def study(options: argparse.Namespace, config: ModelConfig, opened: Open) -> lis
     forced = torch.randint(0, count, (options.steps, options.prompts), generator=generator)
     longest = options.tokens + options.steps + 1
     limits = PassLimits(options.prompts, options.prompts * options.tokens, 0, 1, options.prompts)
-    exact: Trace | None = None
+    exact: tuple[Phase, Phase] | None = None
     found = []
     for name, choice in {"exact": GpuOptions(), **VARIANTS}.items():
         runner = opened(options.model, choice, limits, longest)
@@ -209,17 +210,10 @@ def study(options: argparse.Namespace, config: ModelConfig, opened: Open) -> lis
         if exact is None:
             exact = got
             continue
-        assert got.prompt_logits is not None and exact.prompt_logits is not None  # noqa: PT018
-        assert got.decode_logits is not None and exact.decode_logits is not None  # noqa: PT018
-        found.append(
-            Study(
-                name,
-                relative(got.prompt, exact.prompt),
-                relative(got.decode, exact.decode),
-                logit_error(got.prompt_logits, exact.prompt_logits),
-                logit_error(got.decode_logits, exact.decode_logits),
-            )
-        )
+        prompt, decode = zip(got, exact, strict=True)
+        layers = [relative(one.layers, other.layers) for one, other in (prompt, decode)]
+        logits = [logit_error(one.logits, other.logits) for one, other in (prompt, decode)]
+        found.append(Study(name, layers[0], layers[1], logits[0], logits[1]))
     return found
 
 
