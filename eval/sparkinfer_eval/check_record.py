@@ -1,7 +1,8 @@
 """A record of `pack_ckpt_check`, `mixed_conc_check` and `prefix_check` on several models and dtypes.
 
 Each check runs as its users run it, a process of its own; `checks.json` and `checks.md` keep, of every run, its exit
-code, how many rows it compared, how many differ, and the row that came closest to its limit.
+code, how many rows it compared, how many differ, and the row that came closest to its limit. A check that ends without
+rows is recorded as such, and the others run all the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer.models.config import load_config
 from sparkinfer.output import require_folder, write_text
 
-from .check_program import AT_LEAST, DIFFERENCE, NOT_APPLICABLE, PASS
+from .check_program import AT_LEAST, BAD_INPUT, DIFFERENCE, ENVIRONMENT, NOT_APPLICABLE, PASS
 from .report.machine import machine_facts, source_facts
 
 SCHEMA = "sparkinfer/check-record/v1"
@@ -61,7 +62,8 @@ def own_engine() -> str:
 def run_check(check: str, model: Path, device: str, dtype: str, engine: str) -> dict[str, Any]:
     """One run of the engine with digest `engine`: its exit code, seconds, and what its rows say.
 
-    Raises SparkinferError when it ended without rows (bad input or a machine that cannot do it) or ran another engine.
+    Where it ended without rows (bad input or a machine that cannot do it), `error` has the last line that it said.
+    Raises EnvironmentProblem when it ran another engine.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
@@ -71,9 +73,13 @@ def run_check(check: str, model: Path, device: str, dtype: str, engine: str) -> 
             [sys.executable, str(PROGRAMS / f"{check}.py"), *words], capture_output=True, text=True, check=False
         )
         seconds = time.monotonic() - begin
-        if done.returncode not in (PASS, DIFFERENCE, NOT_APPLICABLE) or not path.is_file():
-            raise SparkinferError(f"{check} on {model.name} in {dtype} ended with {done.returncode}:\n{done.stderr}")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        error = None
+        if done.returncode in (PASS, DIFFERENCE, NOT_APPLICABLE) and path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            print(f"{check} {model.name} {dtype} ended with {done.returncode}:\n{done.stderr}", file=sys.stderr)
+            error = ([line for line in done.stderr.splitlines() if line.strip()] or [f"exit {done.returncode}"])[-1]
+            found = {"engine_digest": engine, "model_digest": None, "rows": []}
     if found["engine_digest"] != engine:
         raise EnvironmentProblem(
             f"{check} ran the engine {found['engine_digest']}, not {engine}: was the source changed meanwhile?"
@@ -84,11 +90,12 @@ def run_check(check: str, model: Path, device: str, dtype: str, engine: str) -> 
         "model": model.name,
         "model_digest": found["model_digest"],
         "dtype": dtype,
-        "exit": done.returncode,
+        "exit": done.returncode if error is None or done.returncode in (BAD_INPUT, ENVIRONMENT) else ENVIRONMENT,
         "rows": len(rows),
         "differing": [row["name"] for row in rows if not row["ok"]],
         "closest": closest(rows),
         "not_applicable": found.get("not_applicable"),
+        "error": error,
         "seconds": round(seconds, 1),
     }
 
@@ -113,7 +120,7 @@ def markdown(record: dict[str, Any]) -> str:
     ]
     for item in record["runs"]:
         near = item["closest"] or {"name": "", "value": math.nan, "limit": math.nan}
-        result = item["not_applicable"] or f"{len(item['differing'])} differ"
+        result = item["not_applicable"] or item["error"] or f"{len(item['differing'])} differ"
         lines.append(
             f"| {item['check']} | {item['model']} | {item['dtype']} | {'passes' if item['exit'] == PASS else result} | "
             f"{item['rows']} | {near['name']} | {near['value']:.3g} | {near['limit']:.3g} | {item['seconds']:.0f} |"
@@ -168,4 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SparkinferError as error:
         print(f"check_record: {error}", file=sys.stderr)
         return error.exit_code if error.exit_code != DIFFERENCE else 3
+    broken = [item["exit"] for item in record["runs"] if item["error"]]
+    if broken:
+        return ENVIRONMENT if ENVIRONMENT in broken else max(broken)
     return DIFFERENCE if any(item["exit"] == DIFFERENCE for item in record["runs"]) else PASS

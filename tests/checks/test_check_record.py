@@ -1,4 +1,4 @@
-"""The record of the three checks: what it keeps of a run, and that a run that broke off is no record."""
+"""The record of the three checks: what it keeps of a run, and that one that broke off is named and costs no other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from sparkinfer_eval import check_record
 from sparkinfer_eval.check_program import AT_LEAST
-
-from sparkinfer.errors import SparkinferError
 
 
 def test_the_closest_row_is_one_that_must_stay_below_its_limit() -> None:
@@ -38,9 +36,16 @@ def test_a_check_is_run_and_recorded(models: Path, tmp_path: Path) -> None:
     assert "| pack_ckpt_check |" in (out / "checks.md").read_text(encoding="utf-8")
 
 
-def test_a_run_without_rows_is_an_error(models: Path) -> None:
-    with pytest.raises(SparkinferError, match="ended with 3"):
-        check_record.run_check("pack_ckpt_check", models / "dense", "cuda:99", "float32", "sha256:aa")
+def test_a_check_that_breaks_off_is_recorded_and_the_others_run(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "record"
+    checks = ["--checks", "pack_ckpt_check", "prefix_check", "--dtypes", "float32"]
+    assert check_record.main([str(models / "dense"), *checks, "--device", "cuda:99", "--out", str(out)]) == 3
+    runs = json.loads((out / "checks.json").read_text(encoding="utf-8"))["runs"]
+    assert [(run["exit"], run["rows"], bool(run["error"])) for run in runs] == [(3, 0, True)] * 2
+    assert runs[0]["error"] in (out / "checks.md").read_text(encoding="utf-8")
+    assert "ended with 3" in capsys.readouterr().err
 
 
 def test_a_record_of_another_engine_is_refused(
