@@ -213,9 +213,9 @@ class Settings:
     )
     prefill_dtype: str = _setting(
         "auto",
-        "Arithmetic of passes of more than 64 tokens on a GPU. `auto` multiplies as the checkpoint stores its weights, "
-        "in bfloat16 where they have fewer bits; `fp8` keeps a second, FP8 copy of quantised weights and scales "
-        "activations by row: faster, and a little less exact.",
+        "Arithmetic of passes of more than 64 tokens on a GPU. `auto` multiplies in bfloat16, quantised weights "
+        "expanded; `fp8` multiplies FP8 weights as they are stored and keeps a second, FP8 copy of NVFP4 ones, "
+        "activations scaled by row or block: faster, and less exact.",
         where="GPU kernels",
         choices="auto fp8",
     )

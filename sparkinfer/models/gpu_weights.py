@@ -94,7 +94,7 @@ class Projection:
         if x is None:
             # Only its shape is looked at.
             x = self.owner.ghost[: self.k].expand(rows.count, -1)
-        # The FP8 block kernels write whole rows.
+        # The FP8 block kernel writes whole rows.
         apart = out is not None and not out.is_contiguous() and isinstance(weight, Fp8BlockWeight)
         target = None if apart else out
         y = self.ops.linear(x, weight, self.owner.workspace, target, *(fp8 or ()))
@@ -202,7 +202,7 @@ class GpuWeights:
             else:
                 runs.append([part])
         weights = [self._prepare(run) for run in runs]
-        wide = self._wide(parts) if any(isinstance(part, Nvfp4Parts) for part in parts) else []
+        wide = self._wide(parts) if any(not isinstance(part, torch.Tensor) for part in parts) else []
         self._prepared += weights + wide
         return Projection(self, weights, wide)
 
@@ -225,7 +225,8 @@ class GpuWeights:
         if isinstance(run[0], Nvfp4Parts):
             return self.ops.prepare_nvfp4(run, fp8=self.fp8_prefill)
         if isinstance(run[0], Fp8BlockParts):
-            return self.ops.prepare_fp8_block([(part.weight, part.scales) for part in run])  # type: ignore[union-attr]
+            pairs = [(part.weight, part.scales) for part in run]  # type: ignore[union-attr]
+            return self.ops.prepare_fp8_block(pairs, multiply_fp8=self.fp8_prefill)
         return self.ops.prepare_bf16(run)
 
 

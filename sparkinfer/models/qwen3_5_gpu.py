@@ -26,7 +26,8 @@ class GpuOptions:
     """Where speed may cost accuracy. The defaults compute as the checkpoint says."""
 
     fp8_prefill: bool = False
-    """Passes of many rows multiply in FP8: a second copy of the quantised weights, activations scaled by row."""
+    """Passes of many rows multiply in FP8: FP8 blocks as they are stored, a second copy of NVFP4 weights; activations
+    are scaled by block or row."""
     fp8_kv: bool = False
     """Keys and values are kept in FP8."""
     bf16_state: bool = False

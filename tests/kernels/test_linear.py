@@ -8,6 +8,8 @@ import pytest
 import torch
 from sparkinfer_kernels.linear import dequantise, layout, ops, scaled, weights
 
+from sparkinfer.quantization import fp8
+
 
 @dataclass
 class Parts:
@@ -120,6 +122,37 @@ def test_fp8_block_product(dtype: torch.dtype) -> None:
     full = values.double() * scales.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     expected = x.double() @ full.T
     assert (out.double() - expected).norm() / expected.norm() < 0.08
+
+
+def test_fp8_blocks_expanded() -> None:
+    g = torch.Generator().manual_seed(9)
+    n, k = 328, 272
+    values, scales = torch.randn(n, k, generator=g).to(weights.FP8), torch.rand(3, 3, generator=g) + 0.5
+    weight = weights.prepare_fp8_block([(values[:256], scales[:2]), (values[256:], scales[2:])])
+    out = torch.full((n, k), float("nan"), dtype=torch.bfloat16)
+    dequantise.fp8_block_to_bf16(weight, out)
+    # The interpreter cuts off where the GPU rounds to nearest: compare with the same product within one step.
+    expected = fp8.dequantise(values, scales)
+    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=0)
+    # The order of rows and columns is exact: scales of one leave nothing to round.
+    dequantise.fp8_block_to_bf16(weights.prepare_fp8_block([(values, torch.ones(3, 3))]), out)
+    assert torch.equal(out.float(), values.float())
+
+
+@pytest.mark.parametrize(("multiply_fp8", "bound"), [(False, 1e-2), (True, 0.08)])
+def test_many_rows_of_fp8_blocks(multiply_fp8: bool, bound: float) -> None:
+    """Exact by default, in FP8 when asked for."""
+    g = torch.Generator().manual_seed(10)
+    n, k, m = 200, 272, 66
+    values, scales = torch.randn(n, k, generator=g).to(weights.FP8), torch.rand(2, 3, generator=g) + 0.5
+    weight = weights.prepare_fp8_block([(values, scales)], multiply_fp8)
+    workspace = ops.make_workspace([weight], m)
+    assert (workspace.dequantised.numel() == 0) == multiply_fp8
+    x = torch.randn(m, k, generator=g).to(torch.bfloat16)
+    expected = x.double() @ fp8.dequantise(values, scales).double().T
+    error = (ops.linear(x, weight, workspace).double() - expected).norm() / expected.norm()
+    assert error < bound
+    assert (error > 1e-2) == multiply_fp8
 
 
 @pytest.mark.parametrize("form", ["bf16", "nvfp4"])

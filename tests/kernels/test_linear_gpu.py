@@ -68,13 +68,14 @@ def test_fp8_weights() -> None:
     for n, k, m in ((1000, 272, 1), (2048, 1024, 33), (2048, 1024, 130)):
         values = torch.randn(n, k, device="cuda").to(weights.FP8)
         scales = torch.rand(-(-n // 128), -(-k // 128), device="cuda") + 0.5
-        block = prepare_fp8_block([(values, scales)])
+        block, exact = prepare_fp8_block([(values, scales)], multiply_fp8=True), prepare_fp8_block([(values, scales)])
         row = weights.Fp8RowWeight(values, torch.rand(n, device="cuda") + 0.5)
-        workspace = make_workspace([block, row], m)
+        workspace = make_workspace([block, exact, row], m)
         x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
         full = scales.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k] * values.double()
         bound = 4e-3 if m <= 64 else 4e-2
         assert off(linear(x, block, workspace), x.double() @ full.T) < bound
+        assert off(linear(x, exact, workspace), x.double() @ full.T) < 4e-3
         by_row = values.double() * row.scales.double()[:, None]
         assert off(linear(x, row, workspace), x.double() @ by_row.T) < bound
 
@@ -89,7 +90,8 @@ def fp32_weights(n: int, k: int) -> list[tuple[weights.Weight, torch.Tensor, flo
     return [
         (weights.prepare_bf16([plain16]), plain16.double(), 1e-5),
         (prepare_nvfp4([parts]), matrix, 4e-3),
-        (prepare_fp8_block([(values, scales)]), full, 4e-2),
+        (prepare_fp8_block([(values, scales)]), full, 4e-3),
+        (prepare_fp8_block([(values, scales)], multiply_fp8=True), full, 4e-2),
         (row, values.double() * row.scales.double()[:, None], 4e-2),
     ]
 

@@ -1,4 +1,4 @@
-"""Launchers of the plain Triton kernels around the projections: dequantising, FP8 block products."""
+"""Launchers of the plain Triton kernels around the projections: expanding to bf16, FP8 block products."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from sparkinfer_kernels.linear.weights import FP8_BLOCK, Fp8BlockWeight, Nvfp4We
 
 DEQUANTISE_TILES = 4
 """64-column tiles of one program."""
+EXPANDED_ROWS = 64
+"""Rows of an FP8 block that one program expands."""
 
 
 def nvfp4_to_bf16(weight: Nvfp4Weight, out: torch.Tensor) -> None:
@@ -33,6 +35,20 @@ def nvfp4_to_bf16(weight: Nvfp4Weight, out: torch.Tensor) -> None:
         TILES=DEQUANTISE_TILES,
         WGMMA=weight.order == "wgmma",
         num_warps=4,
+    )
+
+
+def fp8_block_to_bf16(weight: Fp8BlockWeight, out: torch.Tensor) -> None:
+    """Write the matrix as bf16: value * scale in fp32, rounded once.
+
+    Args:
+        weight: [N, K].
+        out: [N, K] bf16, contiguous.
+    """
+    n, k = weight.shape
+    grid = (triton.cdiv(n, EXPANDED_ROWS), triton.cdiv(k, FP8_BLOCK))
+    kernels.fp8_block_to_bf16_kernel[grid](
+        weight.values, weight.scales, out, n, k, weight.scales.shape[1], BLOCK_N=EXPANDED_ROWS, num_warps=4
     )
 
 

@@ -55,7 +55,9 @@ def make_workspace(weights: Iterable[Weight], rows: int) -> Workspace:
     device = _device(given[0])
     nvfp4 = [weight for weight in given if isinstance(weight, Nvfp4Weight)]
     many = rows > SKINNY_ROWS
-    scratch = max((w.shape[0] * w.shape[1] for w in nvfp4 if rows > SLICED_ROWS and w.fp8 is None), default=0)
+    expanded: list[Weight] = [w for w in nvfp4 if rows > SLICED_ROWS and w.fp8 is None]
+    expanded += [w for w in given if many and isinstance(w, Fp8BlockWeight) and not w.multiply_fp8]
+    scratch = max((w.shape[0] * w.shape[1] for w in expanded), default=0)
     gate_up = max((w.shape[0] for w in nvfp4 if many and w.gate_up), default=0)
     fp8 = max((w.shape[1] for w in given if many and _fp8_copy(w) is not None), default=0)
     return Workspace(
@@ -115,7 +117,7 @@ def linear(
             x_fp8, x_scale = _scratch(workspace.x_fp8, m, k), _scratch(workspace.x_scale, m)
             quantise_rows(x, x_fp8, x_scale)
         return _product_fp8(x_fp8, x_scale, copy, out)
-    if isinstance(weight, Fp8BlockWeight):
+    if isinstance(weight, Fp8BlockWeight) and weight.multiply_fp8:
         return dequantise.product_fp8_block(x, weight, out)
     return _product_plain(x, _plain(weight, workspace), out)
 
@@ -189,9 +191,10 @@ def _product_fp8(x: torch.Tensor, x_scale: torch.Tensor, weight: Fp8RowWeight, o
 def _plain(weight: Weight, workspace: Workspace) -> torch.Tensor:
     if isinstance(weight, Bf16Weight):
         return weight.values
-    assert isinstance(weight, Nvfp4Weight)
+    assert isinstance(weight, Nvfp4Weight | Fp8BlockWeight)
     values = _scratch(workspace.dequantised, *weight.shape)
-    dequantise.nvfp4_to_bf16(weight, values)
+    expand = dequantise.nvfp4_to_bf16 if isinstance(weight, Nvfp4Weight) else dequantise.fp8_block_to_bf16
+    expand(weight, values)  # type: ignore[arg-type]
     return values
 
 

@@ -84,6 +84,18 @@ def nvfp4_to_bf16_kernel(
 
 
 @triton.jit
+def fp8_block_to_bf16_kernel(w_ptr, w_scale_ptr, out_ptr, N, K, scale_columns, BLOCK_N: tl.constexpr):
+    """BLOCK_N rows of one block of 128 x 128 times its scale, as bf16; BLOCK_N divides 128."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    at = row.to(tl.int64)[:, None] * K + column[None, :]
+    mask = (row[:, None] < N) & (column[None, :] < K)
+    scale = tl.load(w_scale_ptr + tl.program_id(0) * BLOCK_N // 128 * scale_columns + tl.program_id(1))
+    values = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale
+    tl.store(out_ptr + at, values.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
 def fp8_block_kernel(
     x_ptr,
     x_stride,

@@ -79,6 +79,8 @@ class Fp8BlockWeight(_Values):
     """[N, K] float8_e4m3fn."""
     scales: torch.Tensor
     """[ceil(N / 128), ceil(K / 128)] fp32."""
+    multiply_fp8: bool = False
+    """Many rows: quantise them in groups of 128 columns and multiply in FP8, or (False) expand the weight to bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +182,15 @@ def prepare_fp8_rows(parts: Sequence[torch.Tensor], mantissa: float | None = Non
     return Fp8RowWeight(values, scales)
 
 
-def prepare_fp8_block(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Fp8BlockWeight:
+def prepare_fp8_block(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], multiply_fp8: bool = False
+) -> Fp8BlockWeight:
     """Stack FP8 projections with scales of 128 x 128 blocks.
 
     Args:
         parts: pairs (values [N_i, K] float8_e4m3fn, scales [ceil(N_i / 128), ceil(K / 128)] float, multiplied with the
             values). All N_i but the last must be multiples of 128.
+        multiply_fp8: see `Fp8BlockWeight`.
 
     Raises:
         ValueError: shapes do not fit together.
@@ -199,7 +204,7 @@ def prepare_fp8_block(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Fp8
         if index + 1 < len(parts) and n % FP8_BLOCK:
             raise ValueError(f"only the last of stacked FP8 projections may have N = {n}, no multiple of {FP8_BLOCK}")
     values = torch.cat([values.view(torch.uint8) for values, _ in parts]).view(FP8)
-    return Fp8BlockWeight(values, torch.cat([scales.float() for _, scales in parts]).contiguous())
+    return Fp8BlockWeight(values, torch.cat([scales.float() for _, scales in parts]).contiguous(), multiply_fp8)
 
 
 def _same_columns(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
