@@ -141,18 +141,22 @@ class GpuRunner:
             pending = self._choose(plan.step_id, stage, step)
             if not asked:
                 return pending
+            scored = self.queue.mark(self.queue.main)
 
         def collect() -> StepResult:
+            self.queue.host_wait(scored)
             prompt_logprobs.store(asked, reports)
             return pending.result()
 
         return PendingStep(collect)
 
     def _score_prompts(self, asked: list[prompt_logprobs.Share], step: StepMetadata) -> list[prompt_logprobs.Report]:
-        """Run the pass, and put the prompts' tokens through the output matrix."""
+        """Run the pass, and put the prompts' tokens through the output matrix; the reports are on their way to pinned
+        memory."""
         hidden = self.passes.run_for_hidden(step.layout.shape)
         places = prompt_logprobs.places(asked, self.device)
-        return prompt_logprobs.score(asked, hidden[places], self.model.logits, self.passes.report)
+        reports = prompt_logprobs.score(asked, hidden[places], self.model.logits, self.passes.report)
+        return [tuple(self._to_host(part) for part in report) for report in reports]  # type: ignore[misc]
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run a plan's pass and return the logits [T, V] fp32 of every token, in the order of the plan's rows.

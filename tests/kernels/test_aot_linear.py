@@ -172,7 +172,8 @@ def test_plain_kernels() -> None:
             ),
             KernelBuild(
                 module + "fp8_block_to_bf16_kernel",
-                {name: block[name] for name in ("w_ptr", "w_scale_ptr", "out_ptr", "N", "K")} | {"scale_columns": "i32"},
+                {name: block[name] for name in ("w_ptr", "w_scale_ptr", "out_ptr", "N", "K")}
+                | {"scale_columns": "i32"},
                 {"BLOCK_N": 64},
                 arch,
                 divisible=("N", "K"),

@@ -113,6 +113,20 @@ def test_captured_passes_repeat_bit_for_bit_and_leave_others_alone(name: str) ->
             gpu.release(request)
 
 
+def test_prompt_log_probabilities_of_a_device_that_is_behind() -> None:
+    """The host asks for them while the device is still busy with what came before."""
+    _, gpu = drivers("spark-tiny-dense")
+    found = []
+    for cycles in (0, 2_000_000_000):
+        request = gpu.add(list(range(10, 90)), prompt_logprobs=3)
+        with gpu.runner.queue.on(gpu.runner.queue.main):
+            torch.cuda._sleep(cycles)
+        gpu.runner.submit(StepPlan(0, [gpu.row(request, 64)])).result()
+        found.append(request.prompt_logprobs[1:65])
+    assert None not in found[0]
+    assert found[0] == found[1]
+
+
 def test_steps_in_flight_give_the_tokens_of_steps_in_turn() -> None:
     _, gpu = drivers("spark-tiny-dense")
     plain = gpu.add(list(range(10, 40)))

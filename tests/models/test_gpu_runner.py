@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from sparkinfer.models.config import load_config
 from sparkinfer.models.loader import open_source
 from sparkinfer.models.qwen3_5_gpu import GpuModel, GpuOptions
+from sparkinfer.runner import prompt_logprobs
 from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.gpu_sizes import PassLimits
 from sparkinfer.runner.memory import MemoryPlan
@@ -196,6 +199,26 @@ def test_prompt_log_probabilities_as_on_the_cpu(checkpoint, make_driver, make_gp
     for cpu, gpu in zip(found[0][0][1:], found[1][0][1:], strict=True):
         assert cpu.top_ids == gpu.top_ids
         assert gpu.logprob == pytest.approx(cpu.logprob, abs=1e-3)
+
+
+def test_prompt_log_probabilities_are_read_when_the_device_has_them(checkpoint, make_gpu_driver, prompt, monkeypatch):
+    """The host must wait for the event behind their copy: what it reads earlier is whatever lay there."""
+    runner = (gpu := make_gpu_driver(checkpoint("dense")[0])).runner
+    marks, waited, known = itertools.count(1), [], []
+    store = prompt_logprobs.store
+
+    def spied(asked, reports):
+        known.extend(waited)
+        store(asked, reports)
+
+    monkeypatch.setattr(runner.queue, "mark", lambda stream: next(marks))
+    monkeypatch.setattr(runner.queue, "host_wait", waited.append)
+    monkeypatch.setattr(prompt_logprobs, "store", spied)
+    # A chunk that ends before the prompt does samples nothing, so that nothing else waits for the device either.
+    step = runner.submit(StepPlan(0, [gpu.row(gpu.add(prompt(40, 1), prompt_logprobs=2), 24)]))
+    last = next(marks) - 1
+    step.result()
+    assert last in known
 
 
 def test_a_pass_beyond_the_limits_is_refused(checkpoint, make_gpu_driver, prompt):

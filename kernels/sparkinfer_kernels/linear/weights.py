@@ -182,9 +182,7 @@ def prepare_fp8_rows(parts: Sequence[torch.Tensor], mantissa: float | None = Non
     return Fp8RowWeight(values, scales)
 
 
-def prepare_fp8_block(
-    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], multiply_fp8: bool = False
-) -> Fp8BlockWeight:
+def prepare_fp8_block(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], multiply_fp8: bool = False) -> Fp8BlockWeight:
     """Stack FP8 projections with scales of 128 x 128 blocks.
 
     Args:
