@@ -51,6 +51,8 @@ class PassLimits:
     pack_max_prompts: int
     deterministic: bool = False
     """One padded number of decode rows, whatever their number: kernels then never change with it."""
+    one_prompt_size: bool = False
+    """The same for prompt tokens: what checks compare then differs by nothing but what else is in a pass."""
 
     @property
     def max_rows(self) -> int:
@@ -74,9 +76,9 @@ class PassLimits:
         """Every padded shape, largest first: what is captured first leaves room for all that follow."""
         packed, beside = self._sequences()
         found = [PassShape(size, 0, 0) for size in self.decode_sizes()]
-        found += [PassShape(0, size, packed) for size in _up_to(self.prefill_chunk)]
+        found += [PassShape(0, size, packed) for size in self._prompt_sizes(self.prefill_chunk)]
         if self.mixed_chunk:
-            tokens = _up_to(self.mixed_chunk)
+            tokens = self._prompt_sizes(self.mixed_chunk)
             found += [PassShape(rows, size, beside) for rows in self.mixed_decode_sizes() for size in tokens]
         return sorted(found, key=lambda shape: (-shape.rows, shape))
 
@@ -97,7 +99,10 @@ class PassLimits:
         if not tokens:
             return PassShape(_round_up(self.decode_sizes(), decode), 0, 0)
         rows = _round_up(self.mixed_decode_sizes(), decode) if decode else 0
-        return PassShape(rows, _round_up(_up_to(most), tokens), room)
+        return PassShape(rows, _round_up(self._prompt_sizes(most), tokens), room)
+
+    def _prompt_sizes(self, most: int) -> list[int]:
+        return [most] if self.one_prompt_size else up_to(most)
 
     def _sequences(self) -> tuple[int, int]:
         """Prompts of a pass without decode rows, and beside some."""
@@ -106,7 +111,7 @@ class PassLimits:
         return most, min(self.mixed_max_prompts, self.max_num_seqs)
 
 
-def _up_to(most: int) -> list[int]:
+def up_to(most: int) -> list[int]:
     """Padded token counts that cover 1 to `most`."""
     last = PREFILL_SIZES[-1]
     sizes = [*PREFILL_SIZES, *range(2 * last, most + last, last)]

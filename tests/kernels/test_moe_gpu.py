@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -53,3 +54,18 @@ def test_against_fp64_and_captured(case: Case) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("tokens", [7, 20, 64, 70, 3000])
+def test_rows_without_numbers_disturb_no_other(tokens: int) -> None:
+    """Padding rows hold whatever was in memory: their pairs must not get among those of other rows."""
+    made = make_case(Case(tokens=tokens, hidden=128, experts=8, inner=64, top_k=2, kind="nvfp4"), "cuda")
+    workspace = gpu.make_workspace(made.config, tokens, made.x.device)
+    whole = gpu.moe(made.x, made.weights, workspace)
+    for turn, wrong in itertools.product(range(20), (float("nan"), float("inf"))):
+        x, bad = made.x.clone(), torch.randperm(tokens)[: tokens // 3].tolist()
+        x[bad] = wrong
+        out = gpu.moe(x, made.weights, workspace)
+        others = torch.ones(tokens, dtype=torch.bool)
+        others[bad] = False
+        assert torch.equal(out[others.cuda()], whole[others.cuda()]), turn

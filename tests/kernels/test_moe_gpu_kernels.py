@@ -80,6 +80,27 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     assert torch.equal(whole[3:15], part)
 
 
+@pytest.mark.parametrize("tokens", [7, 20, 70])
+def test_rows_without_numbers_disturb_no_other(tokens: int) -> None:
+    """Padding rows hold whatever was in memory: their pairs must not get among those of other rows."""
+    made = make_case(Case(tokens=tokens, hidden=128, experts=8, inner=64, top_k=2, kind="nvfp4"), "cpu")
+    workspace = gpu.make_workspace(made.config, tokens, torch.device("cpu"))
+    whole = gpu.moe(made.x, made.weights, workspace)
+    for wrong in (float("nan"), float("inf")):
+        x = made.x.clone()
+        x[[0, 4, tokens - 1]] = wrong
+        x[4, ::2] *= -1
+        workspace.positions.fill_(1 << 28)
+        out = gpu.moe(x, made.weights, workspace)
+        # Every pair has a place of its own, so that none is taken from an earlier pass.
+        places = workspace.positions[: tokens * 3].tolist()
+        assert len(set(places)) == tokens * 3
+        assert max(places) < 1 << 28
+        others = [row for row in range(tokens) if row not in (0, 4, tokens - 1)]
+        assert torch.equal(out[others], whole[others])
+        assert not out[0].isfinite().any()
+
+
 def test_bad_input() -> None:
     case = Case(tokens=4, hidden=128, experts=8, inner=64, top_k=2, kind="bf16")
     made = make_case(case, "cpu")

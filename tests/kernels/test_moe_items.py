@@ -76,6 +76,25 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     assert torch.equal(whole[3:15], part)
 
 
+@pytest.mark.parametrize("tokens", [7, 20, 70])
+def test_rows_without_numbers_disturb_no_other(tokens: int) -> None:
+    """Padding rows hold whatever was in memory: their pairs must not get among those of other rows."""
+    made = make_case(Case(tokens=tokens, hidden=128, experts=8, inner=64, top_k=2, kind="nvfp4"), "cpu")
+    workspace = gpu.make_workspace(made.config, tokens, torch.device("cpu"))
+    whole = gpu.moe(made.x, made.weights, workspace)
+    for wrong in (float("nan"), float("inf")):
+        x = made.x.clone()
+        x[[0, 4, tokens - 1]] = wrong
+        x[4, ::2] *= -1
+        out = gpu.moe(x, made.weights, workspace)
+        chosen = workspace.chosen.view(-1, 3)[:tokens]
+        assert (chosen[:, :2] < 8).all()
+        assert (chosen[:, 0] != chosen[:, 1]).all()
+        others = [row for row in range(tokens) if row not in (0, 4, tokens - 1)]
+        assert torch.equal(out[others], whole[others])
+        assert not out[0].isfinite().any()
+
+
 @pytest.mark.parametrize(("most", "through_items"), [(64, False), (70, True)])
 def test_many_tokens_go_through_blocks_of_a_copy(most: int, through_items: bool) -> None:
     case = Case(tokens=70, hidden=128, experts=8, inner=64, top_k=2, kind="nvfp4", wide="bf16")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparkinfer_kernels.moe.kernels import finite
 from sparkinfer_kernels.programmatic import wait_for_previous
 
 
@@ -83,7 +84,7 @@ def choose_kernel(
         line = partials_ptr + (part * T + tl.minimum(token, T - 1)).to(tl.int64) * WIDTH
         left += tl.load(line[:, None] + column, mask=column < E, other=0.0)
         gate += tl.load(line + E)
-    left = tl.where(column < E, left, float("-inf"))
+    left = tl.where(column < E, finite(left), float("-inf"))
     slot = tl.arange(0, TOP_KP)[None, :]
     chosen = tl.zeros((TOKENS, TOP_KP), tl.int32)
     share = tl.zeros((TOKENS, TOP_KP), tl.float32)

@@ -14,6 +14,13 @@ from sparkinfer_kernels.programmatic import wait_for_previous
 
 
 @triton.jit
+def finite(logits):
+    """Zero where a logit is no number: padding rows hold anything, and their choice must stay within the experts, since
+    the pairs of all rows lie side by side."""
+    return tl.where(tl.abs(logits) < float("inf"), logits, 0.0)
+
+
+@triton.jit
 def _choose(
     logits,
     gate,
@@ -178,7 +185,7 @@ def route_few_kernel(
                 line[:, None] + column[None, :], mask=(column < E)[None, :], other=0.0, cache_modifier=".cg"
             )
             gate += tl.load(line + E, cache_modifier=".cg")
-        logits = tl.where((column < E)[None, :], logits, float("-inf"))
+        logits = tl.where((column < E)[None, :], finite(logits), float("-inf"))
         slot = _choose(logits, gate, token, T, shares_ptr, E, EP, TOP_K)
         _lists(
             slot, token, T, item_expert_ptr, item_pairs_ptr, item_rows_ptr, position_ptr, count_ptr,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparkinfer_kernels.moe.kernels import _choose
+from sparkinfer_kernels.moe.kernels import _choose, finite
 from sparkinfer_kernels.programmatic import wait_for_previous
 
 
@@ -46,7 +46,7 @@ def route_many_kernel(
         acc = tl.dot(x, tl.load(router_ptr + expert[None, :] * H + column[:, None], mask=mask, other=0.0), acc)
         w = tl.load(router_ptr + E * H + column, mask=column < H, other=0.0).to(tl.float32)
         gate += tl.sum(x.to(tl.float32) * w[None, :], 1)
-    logits = tl.where((expert < E)[None, :], acc, float("-inf"))
+    logits = tl.where((expert < E)[None, :], finite(acc), float("-inf"))
     slot = _choose(logits, gate, token, T, shares_ptr, E, EP, TOP_K)
     member = (slot < TOP_K).to(tl.int32)
     pair = token[:, None] * SLOTS + slot
