@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 
-from sparkinfer_models.random_checkpoint import SHARD_BYTES, write_checkpoint  # noqa: E402
+from sparkinfer_models.random_checkpoint import SCALES, SHARD_BYTES, write_checkpoint  # noqa: E402
 from sparkinfer_models.real_shapes import SHAPES, shape_config  # noqa: E402
 
 from sparkinfer.arguments import seed  # noqa: E402
@@ -28,6 +28,9 @@ def main() -> int:
     parser.add_argument("--format", choices=("nvfp4", "fp8", "bf16"), default="nvfp4")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--layers", type=int, help="keep only so many layers")
+    parser.add_argument(
+        "--scales", choices=SCALES, default=SCALES[0], help="of the weights (default %(default)s); depth: for checks"
+    )
     parser.add_argument("--threads", type=int, help="writers (default: one a CPU)")
     parser.add_argument(
         "--shard-mib", type=int, default=SHARD_BYTES >> 20, help="of a file at most (default %(default)s)"
@@ -39,7 +42,9 @@ def main() -> int:
     start = time.perf_counter()
     default = None if options.format == "bf16" else Format(options.format)
     try:
-        size = write_checkpoint(options.out, config, default, options.seed, options.threads, options.shard_mib << 20)
+        size = write_checkpoint(
+            options.out, config, default, options.seed, options.threads, options.shard_mib << 20, options.scales
+        )
     except SparkinferError as error:
         print(f"random_checkpoint.py: {error}", file=sys.stderr)
         return error.exit_code

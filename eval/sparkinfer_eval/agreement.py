@@ -19,6 +19,8 @@ Top = Mapping[Token, float]
 LEAST_LOGPROB = math.log(0.01)
 """Tokens less likely than this in both runs are not compared: their logits lie where rounding is coarse, and nobody
 samples them."""
+BELOW_BEST = 1.0
+"""But those within so many nats of the likeliest one are: random weights make no token likely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,9 @@ def differences(one: Answer, other: Answer, stop: int | None = None) -> list[flo
     return [
         abs(mine[token] - its[token])
         for mine, its in zip(one.tops[:stop], other.tops[:stop], strict=False)
+        for least in [min(LEAST_LOGPROB, max([*mine.values(), *its.values()], default=0.0) - BELOW_BEST)]
         for token in mine.keys() & its.keys()
-        if max(mine[token], its[token]) >= LEAST_LOGPROB
+        if max(mine[token], its[token]) >= least
     ]
 
 

@@ -3,6 +3,11 @@
 Every piece of every tensor has its own generator, so the bytes depend on seed and shape alone, not on the machine or
 the number of threads. Weights have a standard deviation of 0.02 once dequantised; scales are those of a sound
 quantizer; norms, decays and convolutions have values that keep activations and states in the usual range.
+
+With `flat` scales that is all, and each of many layers turns what came before into something else: a rounding error
+grows to the size of the signal. `depth` scales are those that networks are trained from (Radford et al. 2019): what
+adds to the residual stream is divided by sqrt(2 * layers), embeddings have deviation 1. Rounding then stays small, so
+that checks see faults beside it.
 """
 
 from __future__ import annotations
@@ -57,34 +62,49 @@ class Job:
     value: float = 0.0
 
 
-def jobs(specs: Iterable[TensorSpec], choices: Choices | None) -> Iterator[Job]:
-    """All tensors of the checkpoint, in the order of the model."""
+SCALES = ("flat", "depth")
+ADDING = ("o_proj", "out_proj", "down_proj")
+"""Projections whose outputs are added to the residual stream."""
+
+
+def deviation(spec: TensorSpec, layers: int | None) -> float:
+    """Of a matrix; `layers` of a model with `depth` scales, None for `flat` ones."""
+    if layers is not None and spec.role is Role.EMBEDDING:
+        return 1.0
+    if layers is not None and spec.module.rpartition(".")[2] in ADDING:
+        return STD / math.sqrt(2 * layers)
+    return STD
+
+
+def jobs(specs: Iterable[TensorSpec], choices: Choices | None, layers: int | None = None) -> Iterator[Job]:
+    """All tensors of the checkpoint, in the order of the model; `layers` as in `deviation`."""
     for spec in specs:
+        size = deviation(spec, layers)
         choice = choices.formats.get(spec.module) if choices else None
         kinds: tuple[tuple[str, float], ...]
         if choice is Format.NVFP4:
-            kinds = (("bytes", 0.0), ("scales", 0.0), ("constant", _nvfp4_global()), ("constant", 10.0 / 2688))
+            kinds = (("bytes", 0.0), ("scales", 0.0), ("constant", _nvfp4_global(size)), ("constant", 10.0 / 2688))
         elif choice is Format.FP8:
-            kinds = (("fp8", 0.0), ("constant", STD / _fp8_rms()))
+            kinds = (("fp8", 0.0), ("constant", size / _fp8_rms()))
         else:
-            yield _plain(spec)
+            yield _plain(spec, size)
             continue
         for tensor, (kind, value) in zip(stored_tensors(spec.module, spec.shape, choice), kinds, strict=True):
             yield Job(tensor, kind, value)
 
 
-def _plain(spec: TensorSpec) -> Job:
+def _plain(spec: TensorSpec, size: float) -> Job:
     if spec.role is Role.DECAY:
         return Job(NewTensor(spec.name, "F32", spec.shape), "decay")
     tensor = NewTensor(spec.name, "BF16", spec.shape)
     if spec.role in (Role.NORM, Role.PLAIN_NORM, Role.DT_BIAS):
         return Job(tensor, "constant", 0.0 if spec.role is Role.NORM else 1.0)
-    return Job(tensor, "normal", 0.5 if spec.role is Role.CONVOLUTION else STD)
+    return Job(tensor, "normal", 0.5 if spec.role is Role.CONVOLUTION else size)
 
 
-def _nvfp4_global() -> float:
+def _nvfp4_global(size: float) -> float:
     scales = [(1 + code / 8) * 2.0 ** (exponent - 7) for exponent, code in _scale_codes()]
-    return STD / (NVFP4_RMS * math.sqrt(sum(scale**2 for scale in scales) / len(scales)))
+    return size / (NVFP4_RMS * math.sqrt(sum(scale**2 for scale in scales) / len(scales)))
 
 
 def _scale_codes() -> list[tuple[int, int]]:
@@ -158,6 +178,7 @@ def write_checkpoint(
     seed: int,
     threads: int | None = None,
     shard_bytes: int = SHARD_BYTES,
+    scales: str = SCALES[0],
 ) -> int:
     """Write config, tokenizer and weights; the index, or the single file, comes last.
 
@@ -168,6 +189,7 @@ def write_checkpoint(
         seed: of all weights.
         threads: writers; None for one a CPU.
         shard_bytes: of a file at most.
+        scales: one of `SCALES`.
 
     Returns:
         Bytes of weights.
@@ -177,7 +199,7 @@ def write_checkpoint(
     """
     shape = parse_config(config)
     choices = None if default is None else Choices(shape, default)
-    work = list(jobs(language_tensors(shape), choices))
+    work = list(jobs(language_tensors(shape), choices, shape.num_layers if scales == "depth" else None))
     folder.mkdir(parents=True, exist_ok=True)
     quantised = {} if choices is None else {"quantization_config": choices.quantization_config()}
     # The last key is the one by which a report knows that the weights are random (sparkinfer_eval/plan/identity.py).

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from sparkinfer_eval import launch, mixed_conc
-from sparkinfer_eval.agreement import Answer
+from sparkinfer_eval.agreement import Answer, differences
 from sparkinfer_eval.check_program import parser
 from sparkinfer_eval.mixed_conc import Launched, Tolerance
 from sparkinfer_eval.toy_model import ToySize, generate
@@ -55,6 +55,16 @@ def test_mixing_changes_no_token(model, tmp_path, capsys):
     assert rows["mixing on: mixed steps (at least)"] >= 9
     assert rows["mixing off: mixed steps"] == 0
     assert "warm logprobs: answers that differ of 8" in rows
+
+
+def test_tokens_are_compared_that_are_likely_or_near_the_likeliest():
+    flat = [{b"a": -7.0, b"b": -7.5, b"c": -8.5}], [{b"a": -7.1, b"b": -7.3, b"c": -8.9}]
+    one, other = (Answer([b"a"], tops) for tops in flat)
+    assert differences(one, other) == pytest.approx([0.1, 0.2])
+    peaked = [{b"a": -0.1, b"b": -4.0, b"c": -5.0}], [{b"a": -0.1, b"b": -4.3, b"c": -5.6}]
+    one, other = (Answer([b"a"], tops) for tops in peaked)
+    assert differences(one, other) == pytest.approx([0.0, 0.3])
+    assert differences(Answer([b"a"], [{}]), Answer([b"a"], [{}])) == []
 
 
 def options_for(model, dtype):

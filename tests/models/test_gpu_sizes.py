@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sparkinfer.runner.gpu_sizes import PassLimits, PassShape
@@ -57,6 +59,12 @@ def test_a_mixed_step_has_room_for_every_prompt_that_the_scheduler_puts_into_it(
     assert shape.sequences == 100
     driver.collect()
     driver.drain()
+
+
+def test_with_one_prompt_size_every_pass_is_padded_alike() -> None:
+    limits = replace(LIMITS, mixed_chunk=0, one_prompt_size=True)
+    assert {limits.shape_for(0, tokens, 3) for tokens in (1, 64, 5000, 8192)} == {PassShape(0, 8192, 32)}
+    assert [shape.tokens for shape in limits.shapes() if shape.tokens] == [8192]
 
 
 def test_largest_shape_comes_first() -> None:

@@ -43,6 +43,30 @@ def test_bytes_depend_on_the_seed_alone(tmp_path):
     assert [name for name in first if first[name] != other[name]] == [n for n in first if n.endswith(".safetensors")]
 
 
+@pytest.mark.parametrize("choice", [Format.NVFP4, Format.FP8, None])
+def test_depth_scales_change_what_adds_to_the_residual_stream(tmp_path, choice):
+    config = shape_config("toy-moe")
+    write_checkpoint(tmp_path / "flat", config, choice, seed=3)
+    write_checkpoint(tmp_path / "depth", config, choice, seed=3, scales="depth")
+    flat, depth = all_tensors(tmp_path / "flat"), all_tensors(tmp_path / "depth")
+    shape, ratios = parse_config(config), {}
+    for spec in language_tensors(shape):
+        ratios[spec.name] = 1.0
+        for name in (spec.name, f"{spec.module}.weight_scale_2", f"{spec.module}.weight_scale_inv"):
+            if name in flat and flat[name].dtype in (torch.float32, torch.bfloat16):
+                ratios[spec.name] *= float(
+                    depth[name].float().abs().sum() / flat[name].float().abs().sum().clamp_min(1e-9)
+                )
+    less = 1 / (2 * shape.num_layers) ** 0.5
+    for name, ratio in ratios.items():
+        if name == "model.embed_tokens.weight":
+            assert ratio == pytest.approx(50, rel=0.01)
+        elif name.split(".")[-2] in ("o_proj", "out_proj", "down_proj"):
+            assert ratio == pytest.approx(less, rel=0.01), name
+        elif "norm" not in name:
+            assert ratio == 1.0, name
+
+
 @pytest.mark.parametrize("shape", ["toy-dense", "toy-moe"])
 @pytest.mark.parametrize("choice", [Format.NVFP4, Format.FP8, None])
 def test_weights_have_the_stated_deviation(tmp_path, shape, choice):

@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--shape", choices=("27b", "35b"), required=True)
     made.add_argument("--format", choices=("nvfp4", "fp8", "bf16"), default="nvfp4")
     made.add_argument("--layers", type=int, help="keep only so many layers")
+    made.add_argument("--scales", choices=("flat", "depth"), default="flat", help="of the weights; depth: for checks")
     check = phases.add_parser("check", help="run correctness programs on the GPU")
     check.add_argument("--only", default=",".join(CHECKS), help="which (default %(default)s)")
     for name in ("bench", "profile"):
@@ -108,9 +109,10 @@ def _run(host: Host, options: argparse.Namespace) -> int:
             if options.layers is not None and options.layers < 1:
                 raise ConfigError(f"--layers {options.layers}: keep at least 1 layer")
             name = f"{options.shape}-{options.format}" + (f"-l{options.layers}" if options.layers else "")
+            name += f"-{options.scales}" if options.scales != "flat" else ""
             more = ["--layers", str(options.layers)] if options.layers else []
             arguments = ["models/random_checkpoint.py", str(host.work / "models" / name), "--shape", options.shape]
-            arguments += ["--format", options.format, *more]
+            arguments += ["--format", options.format, "--scales", options.scales, *more]
             code = program(host, "checkpoint", arguments, host.work / "logs" / f"checkpoint-{name}.log", 300)
             if code == 0:
                 write_text_tokenizer(host.work / "models" / name, host.root / "models" / SOURCE)
