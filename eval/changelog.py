@@ -18,11 +18,11 @@ from sparkinfer_eval.report.release import release
 from sparkinfer_eval.report.text import refuse_claims
 
 from sparkinfer.arguments import path
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 
 
-@ends_with_its_reader
+@command_line
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description="Keep the root CHANGELOG.md.")

@@ -17,12 +17,12 @@ from sparkinfer_eval.cells import all_ids, load_cells, resolve_cells  # noqa: E4
 from sparkinfer_eval.prompts import ChatCounter, write_prompts  # noqa: E402
 
 from sparkinfer.arguments import path  # noqa: E402
-from sparkinfer.console import ends_with_its_reader  # noqa: E402
+from sparkinfer.console import command_line  # noqa: E402
 from sparkinfer.errors import ConfigError, SparkinferError  # noqa: E402
 from sparkinfer.output import require_folder  # noqa: E402
 
 
-@ends_with_its_reader
+@command_line
 def main() -> int:
     """Command line; exit 0 done, 2 bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -15,11 +15,11 @@ from pathlib import Path
 from sparkinfer_eval.report.writer import write_report
 
 from sparkinfer.arguments import path
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import SparkinferError
 
 
-@ends_with_its_reader
+@command_line
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     root = Path(__file__).resolve().parent.parent

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from sparkinfer_eval.report.run_info import collect, read_declaration, write_json
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_file
 
 
-@ends_with_its_reader
+@command_line
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description="Write a run's run.json.")

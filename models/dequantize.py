@@ -9,12 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from sparkinfer.console import ends_with_its_reader  # noqa: E402
+from sparkinfer.console import command_line  # noqa: E402
 from sparkinfer.errors import SparkinferError  # noqa: E402
 from sparkinfer.quantization.dequantise import dequantise_checkpoint  # noqa: E402
 
 
-@ends_with_its_reader
+@command_line
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)

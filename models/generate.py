@@ -13,11 +13,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "eval")]
 from sparkinfer_eval.toy_model import KINDS, ToySize, generate, parameter_count  # noqa: E402
 
 from sparkinfer.arguments import seed  # noqa: E402
-from sparkinfer.console import ends_with_its_reader  # noqa: E402
+from sparkinfer.console import command_line  # noqa: E402
 from sparkinfer.errors import SparkinferError  # noqa: E402
 
 
-@ends_with_its_reader
+@command_line
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)

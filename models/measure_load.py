@@ -12,11 +12,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "models")]
 import torch  # noqa: E402
 from sparkinfer_models.measure_load import as_json, drop_cache, measure_engine_load, measure_load  # noqa: E402
 
-from sparkinfer.console import ends_with_its_reader  # noqa: E402
+from sparkinfer.console import command_line  # noqa: E402
 from sparkinfer.errors import SparkinferError  # noqa: E402
 
 
-@ends_with_its_reader
+@command_line
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -14,12 +14,12 @@ from sparkinfer_models.random_checkpoint import SCALES, SHARD_BYTES, write_check
 from sparkinfer_models.real_shapes import SHAPES, shape_config  # noqa: E402
 
 from sparkinfer.arguments import seed  # noqa: E402
-from sparkinfer.console import ends_with_its_reader  # noqa: E402
+from sparkinfer.console import command_line  # noqa: E402
 from sparkinfer.errors import SparkinferError  # noqa: E402
 from sparkinfer.quantization.schemes import Format  # noqa: E402
 
 
-@ends_with_its_reader
+@command_line
 def main() -> int:
     """Command line. Prints the bytes written and the seconds it took."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -8,6 +8,7 @@ a warm-up. On a GPU, decode steps are launched one ahead, as the engine does, an
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -16,30 +17,31 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import sparkinfer
 from sparkinfer.arguments import seed
+from sparkinfer.engine.build_gpu import gpu_options
 from sparkinfer.errors import ConfigError
 from sparkinfer.identity import engine_digest
 from sparkinfer.models.config import load_config
-from sparkinfer.models.qwen3_5_gpu import GpuOptions
 from sparkinfer.output import require_file, write_text
 from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.gpu_sizes import PassLimits
 from sparkinfer.runner.model_runner import ModelRunner
 from sparkinfer.runner.open_runner import open_runner
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, Row, SamplingParams, StepPlan
+from sparkinfer.settings import Settings, flag_name
 
 SCHEMA = "sparkinfer/bench/v1"
-ARITHMETIC = {
-    "prefill": ("auto", "fp8"),
-    "kv_cache": ("auto", "fp8"),
-    "state": ("float32", "bfloat16"),
-    "head": ("auto", "fp8"),
-}
-"""Settings that trade accuracy for speed on a GPU, by the name before `_dtype`; the default first."""
+ARITHMETIC = [
+    field
+    for field in dataclasses.fields(Settings)
+    if field.name in ("prefill_dtype", "kv_cache_dtype", "state_dtype", "head_dtype")
+]
+"""Settings that trade accuracy for speed on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,13 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", default="auto", help="auto, or dummy for random weights (default %(default)s)")
     parser.add_argument("--seed", type=seed, default=0, help="of prompts and dummy weights (default %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads on CPU (default: torch's own choice)")
-    for name, choices in ARITHMETIC.items():
-        flag = f"--{name.replace('_', '-')}-dtype"
-        parser.add_argument(flag, choices=choices, default=choices[0], help="GPU: as in `serve` (default %(default)s)")
+    for field in ARITHMETIC:
+        parser.add_argument(
+            flag_name(field.name),
+            choices=field.metadata["choices"],
+            default=field.default,
+            help="GPU: as in `serve` (default %(default)s)",
+        )
 
 
 def check_options(options: argparse.Namespace, least: dict[str, int]) -> None:
@@ -98,22 +104,17 @@ def check_options(options: argparse.Namespace, least: dict[str, int]) -> None:
         value = getattr(options, name)
         if value is not None and value < low:
             raise ConfigError(f"--{name} {value}: must be at least {low}")
-    for name, choices in ARITHMETIC.items():
-        value = getattr(options, f"{name}_dtype")
-        if options.device == "cpu" and value != choices[0]:
-            raise ConfigError(f"--{name.replace('_', '-')}-dtype {value} is for a GPU: give --device cuda")
+    for field in ARITHMETIC:
+        value = getattr(options, field.name)
+        if options.device == "cpu" and value != field.default:
+            raise ConfigError(f"{flag_name(field.name)} {value} is for a GPU: give --device cuda")
     if options.json is not None:
         require_file(options.json, "--json")
 
 
-def gpu_options(options: argparse.Namespace) -> GpuOptions:
+def _arithmetic(options: argparse.Namespace) -> dict[str, Any]:
     """What the flags say about a GPU's arithmetic."""
-    return GpuOptions(
-        fp8_prefill=options.prefill_dtype == "fp8",
-        fp8_kv=options.kv_cache_dtype == "fp8",
-        bf16_state=options.state_dtype == "bfloat16",
-        fp8_head=options.head_dtype == "fp8",
-    )
+    return {field.name: getattr(options, field.name) for field in ARITHMETIC}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -248,7 +249,7 @@ def open_for(options: argparse.Namespace, sequences: int, longest: int) -> tuple
         load_format=options.load_format,
         seed=options.seed,
         limits=PassLimits(sequences, chunk, 0, 1, sequences),
-        options=gpu_options(options),
+        options=gpu_options(Settings(**_arithmetic(options))),
     )
     return runner, _Load(runner, capacity, options.temperature, options.seed)
 
@@ -302,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "random_weights": options.load_format == "dummy",
             "device": options.device,
             "dtype": options.dtype,
-            **{f"{name}_dtype": getattr(options, f"{name}_dtype") for name in ARITHMETIC},
+            **_arithmetic(options),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "python": platform.python_version(),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
 import sparkinfer
 from sparkinfer.arguments import seed, temperature
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.settings import Settings, default_text, flag_name, resolve
 from sparkinfer.settings_check import env_name
@@ -149,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line. Exit codes: 0 ok, 2 bad input, 3 the machine cannot do it, 130 interrupted, 1 anything else."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -167,9 +166,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SparkinferError as error:
         print(f"sparkinfer: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("sparkinfer: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
-"""How a command line ends when the reader of its output goes away (`... | head -1`): no traceback, and no success."""
+"""How a command line ends on Ctrl-C, or when nobody reads its output any more (`... | head -1`): no traceback."""
 
 from __future__ import annotations
 
 import functools
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec, TextIO
 
-READER_GONE = 141
-"""128 + SIGPIPE: what a shell shows for a program that this signal ended."""
+READER_GONE = 128 + signal.SIGPIPE
+INTERRUPTED = 128 + signal.SIGINT
+"""What a shell shows for a program that this signal ended."""
 
 _P = ParamSpec("_P")
 
 
-def ends_with_its_reader(main: Callable[_P, int]) -> Callable[_P, int]:
-    """`main`, an entry point that returns its exit code, which is READER_GONE where its output was not read to the end.
+def command_line(main: Callable[_P, int]) -> Callable[_P, int]:
+    """`main`, an entry point that returns its exit code, which is READER_GONE where its output was not read to the end
+    and INTERRUPTED after Ctrl-C.
 
     A broken pipe elsewhere (a socket's) stays an error.
     """
@@ -33,6 +37,9 @@ def ends_with_its_reader(main: Callable[_P, int]) -> Callable[_P, int]:
             if not drop_unread():
                 raise
             return READER_GONE
+        except KeyboardInterrupt:
+            print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+            return INTERRUPTED
 
     return wrapped
 

@@ -1,23 +1,24 @@
-"""Command lines whose output is not read to the end: no traceback, no success, and no other program's fault hidden."""
+"""Command lines on Ctrl-C, or whose output is not read to the end: no traceback, and no other fault hidden."""
 
 from __future__ import annotations
 
 import ast
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from sparkinfer.console import READER_GONE
+from sparkinfer.console import INTERRUPTED, READER_GONE
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import os, sys
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 
-@ends_with_its_reader
+@command_line
 def main() -> int:
     {body}
     return 0
@@ -65,6 +66,28 @@ def test_an_error_message_that_nobody_reads() -> None:
     assert unread([sys.executable, "-c", program], errors_too=True).returncode == READER_GONE
 
 
+def test_ctrl_c(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    body = """import time
+    try:
+        print('begun', flush=True)
+        time.sleep(60)
+    finally:
+        print('tidied up')"""
+    program.write_text(PROGRAM.format(body=body), "utf-8")
+    with subprocess.Popen(
+        [sys.executable, str(program)], env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # As from a terminal: tests that a script runs in the background inherit a signal that is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("tidied up\n", "program.py: interrupted\n")
+    assert process.returncode == INTERRUPTED == 130
+
+
 def test_a_pipe_that_breaks_elsewhere_is_still_an_error() -> None:
     program = PROGRAM.format(body="raise BrokenPipeError('of a socket')")
     made = subprocess.run(
@@ -89,11 +112,19 @@ def _main_of(path: Path) -> ast.FunctionDef | None:
     return None
 
 
-@pytest.mark.parametrize("path", sorted([*ROOT.glob("eval/*.py"), *ROOT.glob("models/*.py")]), ids=lambda p: p.stem)
-def test_every_program_ends_with_its_reader(path: Path) -> None:
+PROGRAMS = [
+    *ROOT.glob("eval/*.py"),
+    *ROOT.glob("models/*.py"),
+    ROOT / "sparkinfer" / "cli.py",
+    ROOT / "containers" / "sparkinfer_containers" / "cli.py",
+]
+
+
+@pytest.mark.parametrize("path", sorted(PROGRAMS), ids=lambda path: "-".join(path.parts[-2:]))
+def test_every_program_command_line(path: Path) -> None:
     found = _main_of(path)
     assert found is not None, f"{path.name} has no main"
-    assert [ast.unparse(item) for item in found.decorator_list] == ["ends_with_its_reader"]
+    assert [ast.unparse(item) for item in found.decorator_list] == ["command_line"]
 
 
 def test_a_check_writes_its_document_before_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import EnvironmentProblem, SparkinferError
 from sparkinfer.output import require_appendable, require_file, require_folder, write_text
 from sparkinfer_containers import attest, figures, inputs, loopback, ship
@@ -425,7 +425,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@ends_with_its_reader
+@command_line
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = _parser().parse_args(argv)
@@ -435,9 +435,6 @@ def main(argv: list[str] | None = None) -> int:
     except SparkinferError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_file, write_text
 
@@ -143,7 +143,7 @@ def build_parser(root: Path) -> argparse.ArgumentParser:
     return parser
 
 
-@ends_with_its_reader
+@command_line
 def main(root: Path, arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     options = build_parser(root).parse_args(arguments)

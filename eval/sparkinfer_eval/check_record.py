@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import sparkinfer
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import EnvironmentProblem, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer.models.config import load_config
@@ -136,7 +136,7 @@ def write(folder: Path, record: dict[str, Any]) -> None:
         write_text(folder / name, text)
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 all pass, 1 a row differs, 2 bad input, 3 environment."""
     parser = argparse.ArgumentParser(prog="check_record.py", description="Run the three checks and record them.")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from sparkinfer.arguments import seed
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import CheckpointError, ConfigError, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer.models.config import FULL, ModelConfig, load_config
@@ -289,7 +289,7 @@ def _study(options: argparse.Namespace, command: Sequence[str], opened: Open | N
     print(table(config, found))
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: Sequence[str] | None = None, opened: Open | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 2 bad input, 3 the machine cannot do it."""
     command = list(sys.argv[1:] if arguments is None else arguments)

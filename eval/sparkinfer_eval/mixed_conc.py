@@ -30,7 +30,7 @@ from typing import Any
 
 import httpx
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import EnvironmentProblem
 from sparkinfer.models.config import ModelConfig, load_config
 from sparkinfer.runner.memory import resolve_dtype
@@ -315,7 +315,7 @@ def check(options: argparse.Namespace) -> tuple[str, list[CheckRow]]:
     return dtype, [*rows, *rows_of(off, on, tolerance, wanted)]
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of `eval/mixed_conc_check.py`; returns the exit code."""
     return run(CHECK, parser(CHECK, __doc__.splitlines()[0] if __doc__ else None).parse_args(arguments), check)

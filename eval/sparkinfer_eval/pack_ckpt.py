@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from sparkinfer.arguments import seed
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.models.config import ModelConfig, load_config
 from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.gpu_sizes import PassLimits, up_to
@@ -198,7 +198,7 @@ def check(options: argparse.Namespace) -> tuple[str, list[CheckRow]]:
     return runner.dtype_name, rows
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of `eval/pack_ckpt_check.py`; returns the exit code."""
     arguments_of = parser(CHECK, __doc__.splitlines()[0] if __doc__ else None)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from sparkinfer.arguments import seed
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.scheduling.invariants import IntegrityError
 from sparkinfer.scheduling.types import KV_BLOCK_TOKENS, Request, Row, SamplingParams, StepPlan
 
@@ -301,7 +301,7 @@ def check(options: argparse.Namespace) -> tuple[str, list[CheckRow]]:
     return bench.runner.dtype_name, judge.rows
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of `eval/prefix_check.py`; returns the exit code."""
     arguments_of = parser(CHECK, __doc__.splitlines()[0] if __doc__ else None)

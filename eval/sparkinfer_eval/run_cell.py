@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 
 from . import metrics
@@ -90,7 +90,7 @@ def print_figures(records: list[Record]) -> None:
         print(f"{value.metric:>20s} {value.stat:>5s} {value.value:12.2f} {value.unit}{mark}")
 
 
-@ends_with_its_reader
+@command_line
 def main(root: Path, arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description="Measure one closed-loop cell with AIPerf.")

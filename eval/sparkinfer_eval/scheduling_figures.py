@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import sparkinfer
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.engine.core import EngineCore
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
@@ -252,7 +252,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 no goal missed, 1 one is, 2 bad input, 3 environment."""
     options = _options(arguments)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.models.config import load_config
 from sparkinfer.output import require_file, write_text
@@ -153,7 +153,7 @@ def _steps(path: Path) -> list[Step]:
         return read_trace(plain).steps
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 printed, 2 bad input."""
     parser = argparse.ArgumentParser(prog="step_breakdown.py", description=(__doc__ or "").splitlines()[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.identity import file_sha256, model_digest
 from sparkinfer_models.acceptance import add_measure, measure
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> None:
     trainer.run(log_every=args.log_every, stop_at=args.stop_at)
 
 
-@ends_with_its_reader
+@command_line
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code (2 for bad input)."""
     parser = argparse.ArgumentParser(description="Training and measuring of the DFlash2 drafters.")

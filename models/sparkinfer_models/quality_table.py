@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.identity import model_digest
 
@@ -144,7 +144,7 @@ def fill(readme: Path, text: str) -> None:
     readme.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="quality_table.py", description=__doc__)

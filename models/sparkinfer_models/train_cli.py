@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer_models.checkpoint import check_unused, training_device
 from sparkinfer_models.config import MODELS, toy
@@ -116,7 +116,7 @@ def _add_card(commands: argparse._SubParsersAction) -> None:
         command.add_argument(f"--{name}", required=True, help="as it was when the weights were trained")
 
 
-@ends_with_its_reader
+@command_line
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code (2 for bad input)."""
     parser = argparse.ArgumentParser(description="Corpus, tokenizer and training of the reference language models.")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
 from sparkinfer_models.acceptance_table import add_compare, compare
 from sparkinfer_models.measured import GREEDY, origin, prompts_digest
@@ -309,7 +309,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-@ends_with_its_reader
+@command_line
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code: 1 they differ, 2 bad input, 3 vLLM cannot be had."""
     args = parser().parse_args(argv)

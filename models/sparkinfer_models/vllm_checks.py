@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, EnvironmentProblem, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer_models import vllm_acceptance as acceptance
@@ -386,7 +386,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-@ends_with_its_reader
+@command_line
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code: 2 bad input, 3 a server cannot be had, 75 `wait` ended first."""
     options = parser().parse_args(argv)

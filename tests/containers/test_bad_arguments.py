@@ -177,15 +177,6 @@ def test_step_trace_of_serve_that_cannot_be_written(place: Path, monkeypatch: An
     assert f"SPARKINFER_STEP_TRACE: {trace}" in capsys.readouterr().err
 
 
-def test_interrupted(place: Path, monkeypatch: Any, capsys: Any) -> None:
-    def interrupt(_: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "trust_root", interrupt)
-    assert cli.main(["trust-config", "file"]) == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
-
-
 def test_rebuild_check_asks_for_its_record_first(place: Path, toy: Any, capsys: Any) -> None:
     _image(place, toy)
     assert cli.main(["rebuild-check", "image", "--record", "file/r"]) == 2

@@ -290,17 +290,6 @@ def test_a_signal_to_the_group_ends_the_loading_in_order(
         assert all(wait_gone(child.pid) for child in children)
 
 
-def test_ctrl_c_in_any_command_is_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(model: str | None) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sparkinfer.doctor.doctor", interrupted)
-    assert main(["doctor"]) == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "sparkinfer: interrupted\n"
-
-
 def test_doctor(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

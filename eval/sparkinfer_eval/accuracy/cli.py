@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
 from sparkinfer.output import require_file, write_text
@@ -220,7 +220,7 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
     return DIFFERENCE if failed else PASS
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     command = list(sys.argv[1:] if arguments is None else arguments)

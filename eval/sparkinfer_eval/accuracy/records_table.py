@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_folder, write_text
 
@@ -115,7 +115,7 @@ def provenance(name: str, document: dict[str, Any]) -> str:
     return f"- [{name}]({name}): {document['date']}, commit {commit}, {where}{other}\n  `{command}`"
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="accuracy_table.py", description=__doc__)

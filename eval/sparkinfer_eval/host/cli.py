@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from sparkinfer.arguments import name_or_path
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_folder
 from sparkinfer_eval.host import servers
@@ -169,7 +169,7 @@ def _run(host: Host, options: argparse.Namespace) -> int:
     return 0
 
 
-@ends_with_its_reader
+@command_line
 def main(root: Path, arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 a check failed, 2 bad input, 3 the machine cannot do it."""
     options = _parser().parse_args(arguments)

@@ -17,7 +17,7 @@ from typing import Any
 
 import sparkinfer
 from sparkinfer.arguments import path
-from sparkinfer.console import ends_with_its_reader
+from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import require_file, require_folder, write_text
 from sparkinfer.scheduling.config import SchedulerConfig
@@ -213,7 +213,7 @@ def write_out(
         compare.plot(points, title, folder / "simulation")
 
 
-@ends_with_its_reader
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 2 bad input, 3 environment."""
     options = parser().parse_args(arguments)
