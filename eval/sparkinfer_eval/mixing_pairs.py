@@ -110,13 +110,16 @@ def mixing(options: argparse.Namespace) -> Iterator[Figure]:
     }
     longest = max(cell.longest for cell in cells.values()) + 32
     kept = PairsFile(options.pairs, identity(options))
+    begun = len(kept)  # a series that goes on alternates as one that was never broken off
     for repeat in range(options.repeats):
-        with fresh_servers(options, longest, recording, repeat) as urls:
+        turned = (begun + repeat) % 2 == 1
+        trace = recording.trace(repeat + 1) if recording is not None else None
+        with fresh_servers(options, longest, trace, turned) as urls:
             taken_now: dict[str, dict[str, tuple[float, float]]] = {}
             for number, cell in enumerate(pairs):
                 runs: Runs = {"on": [], "off": []}
                 for turn in range(options.rounds):
-                    on_first = (repeat + number + turn) % 2 == 1
+                    on_first = (turned + number + turn) % 2 == 1
                     taken = turns(cell, rows[cell.id], urls, options.model.name, on_first)
                     for name, records in taken.items():
                         ttft = metrics.percentile(metrics.ttft_ms(records), 50)
@@ -155,7 +158,7 @@ def identity(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def fresh_servers(
-    options: argparse.Namespace, longest: int, recording: Recording | None, repeat: int
+    options: argparse.Namespace, longest: int, trace: Path | None, on_first: bool
 ) -> Iterator[dict[str, str]]:
     """Both servers, started anew for each pair: two processes with the same settings differ for as long as they live,
     by where their memory happened to lie, and one start of each would compare that."""
@@ -165,11 +168,11 @@ def fresh_servers(
         "off": {"SPARKINFER_LOG_LEVEL": "warning", "SPARKINFER_MIXED_CHUNK": "0"},
     }
     with ExitStack() as stack:
-        if recording is not None:  # both servers bear the cost of the trace
+        if trace is not None:  # both servers bear its cost
             unread = stack.enter_context(tempfile.TemporaryDirectory())
-            settings["on"]["SPARKINFER_STEP_TRACE"] = str(recording.trace(repeat + 1).absolute())
+            settings["on"]["SPARKINFER_STEP_TRACE"] = str(trace.absolute())
             settings["off"]["SPARKINFER_STEP_TRACE"] = str(Path(unread, "off.steps.jsonl"))
-        names = ("on", "off") if repeat % 2 else ("off", "on")
+        names = ("on", "off") if on_first else ("off", "on")
         yield {name: stack.enter_context(launch.served(options.model, flags, settings[name])) for name in names}
 
 

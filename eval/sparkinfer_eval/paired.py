@@ -82,6 +82,10 @@ class PairsFile:
         if self.path is not None:
             write_text(self.path, _text(self._groups))
 
+    def __len__(self) -> int:
+        """Pairs of the group."""
+        return len(self._group["pairs"])
+
     def of(self, cell: str) -> Runs:
         """All pairs of a cell in the group, in order."""
         pairs = [pair["cells"][cell] for pair in self._group["pairs"] if cell in pair["cells"]]

@@ -137,7 +137,7 @@ def test_bad_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "needs at least 6 pairs" in capsys.readouterr().err
 
 
-def test_mixing_pairs_alternate_on_fresh_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixing_pairs_alternate_on_fresh_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two servers for every pair; runs of a cell side by side, each first as often; ratios are by pair."""
     order: list[str] = []
     started: list[str] = []
@@ -176,6 +176,12 @@ def test_mixing_pairs_alternate_on_fresh_servers(monkeypatch: pytest.MonkeyPatch
     assert order[::2] == ["off 5", "on 6", "on 6", "off 5", "off 5", "on 6"]
     assert "1 pairs of 3 runs each" in speed.note
     assert mixing_pairs.middle([(1.0, 30.0), (9.0, 10.0), (2.0, 20.0)]) == (2.0, 20.0)
+    started.clear()
+    monkeypatch.setattr(mixing_pairs, "identity", lambda options: {"engine_digest": "sha256:0"})
+    options.pairs = tmp_path / "pairs.json"
+    for _ in range(3):  # a series that is broken off after each pair
+        list(mixing_pairs.mixing(options))
+    assert started == ["off", "on", "on", "off", "off", "on"]
 
 
 def test_a_figure_measured_anew_replaces_only_itself() -> None:
