@@ -36,6 +36,11 @@ def check(settings: Settings) -> None:
             f"SPARKINFER_MIXED_CHUNK={chunk} is below {CHUNK_ALIGN} tokens, at whose multiples prompts are cut: "
             f"use 0 (off) or at least {CHUNK_ALIGN}"
         )
+    if chunk is not None and chunk > settings.prefill_chunk:
+        raise ConfigError(
+            f"SPARKINFER_MIXED_CHUNK={chunk} is above SPARKINFER_PREFILL_CHUNK={settings.prefill_chunk}, the prompt "
+            f"tokens of the largest pass: raise that one or use at most {settings.prefill_chunk}"
+        )
     backlog = settings.backlog_chunk
     if backlog:
         if settings.deterministic:

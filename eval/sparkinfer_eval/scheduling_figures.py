@@ -47,8 +47,12 @@ from .prompts import ChatCounter
 from .report.machine import machine_facts, source_facts
 
 PARTS = ("scheduler_cost", "prefix_hit", "burst", "mixing")
-STEP_GOALS = ((32, 150.0), (1000, 1000.0))
-"""(running requests, microseconds per step)."""
+STEP_GOALS = (
+    (32, 150.0, 1024, None, ""),
+    (1000, 1000.0, 1024, None, ""),
+    (1000, 1000.0, 3000, 64, " of 3000 tokens, 64 run"),
+)
+"""(requests, microseconds per step, prompt tokens, requests that run at most, words for the figure's name)."""
 STEP_ROUNDS = 7
 """Runs of the scheduler's benchmark; their median is the figure, since a machine's neighbours slow some of them."""
 SHARED_TOKENS = 8192
@@ -86,8 +90,8 @@ def busy_cpus(seconds: float = SAMPLE_S) -> float:
 def scheduler_cost(options: argparse.Namespace) -> list[Figure]:
     """Microseconds per step in a steady closed loop of chats: the thread's mean CPU time, median of several runs."""
     figures = []
-    for requests, goal in STEP_GOALS:
-        runs = (measure(requests, options.steps) for _ in range(STEP_ROUNDS))
+    for requests, goal, prompt, seats, kind in STEP_GOALS:
+        runs = (measure(requests, options.steps, prompt, seats=seats) for _ in range(STEP_ROUNDS))
         costs = sorted(runs, key=lambda cost: cost.mean_cpu_us)
         middle = costs[len(costs) // 2]
         note = (
@@ -95,7 +99,7 @@ def scheduler_cost(options: argparse.Namespace) -> list[Figure]:
             f"{costs[-1].mean_cpu_us:.0f} us; p50 {middle.p50_us:.0f}, p99 {middle.p99_us:.0f} us wall; decode-only "
             f"steps {middle.decode_only_mean_cpu_us:.0f} us"
         )
-        name = f"schedule + commit + add, {requests} requests"
+        name = f"schedule + commit + add, {requests} requests{kind}"
         figures.append(Figure("scheduler_cost", name, middle.mean_cpu_us, "us", goal, "below", note))
     costs_there = statistics.median(hashing() for _ in range(STEP_ROUNDS))
     note = f"not in the above: done in the server's process; median of {STEP_ROUNDS} runs"

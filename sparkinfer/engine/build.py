@@ -152,7 +152,7 @@ def mixed_chunk(settings: Settings, config: ModelConfig) -> int:
         return 0
     if settings.mixed_chunk is not None:
         return settings.mixed_chunk
-    return MIXED_CHUNK_MOE if config.num_experts else MIXED_CHUNK_DENSE
+    return min(MIXED_CHUNK_MOE if config.num_experts else MIXED_CHUNK_DENSE, settings.prefill_chunk)
 
 
 def backlog_chunk(settings: Settings, config: ModelConfig, device: str) -> int:

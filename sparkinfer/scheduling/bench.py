@@ -26,7 +26,7 @@ VOCAB = 248_320
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Cost per step in microseconds at a number of running requests."""
+    """Cost per step in microseconds at a number of requests."""
 
     requests: int
     steps: int
@@ -38,7 +38,8 @@ class StepCost:
 
 
 def bench_config(requests: int, prompt: int, output: int) -> SchedulerConfig:
-    """Enough memory for all requests, a snapshot pool as on a GPU, and a mixed budget that keeps them running."""
+    """Enough memory for `requests` running ones, a snapshot pool as on a GPU, and a mixed budget that keeps them
+    running."""
     per_request = -(-(prompt + output) // 16)
     per_step = -(-requests * prompt // output)
     return SchedulerConfig(
@@ -54,10 +55,10 @@ def bench_config(requests: int, prompt: int, output: int) -> SchedulerConfig:
 
 
 class ClosedLoop:
-    """`requests` users, each sending its next prompt when its last answer ends."""
+    """`requests` users, each sending its next prompt when its last answer ends; `seats` of them run at most."""
 
-    def __init__(self, requests: int, prompt: int, output: int, seed: int = 0) -> None:
-        self.scheduler = Scheduler(bench_config(requests, prompt, output))
+    def __init__(self, requests: int, prompt: int, output: int, seats: int, seed: int = 0) -> None:
+        self.scheduler = Scheduler(bench_config(seats, prompt, output))
         self._rng = random.Random(seed)
         self._prompt, self._output, self._serial = prompt, output, 0
         for _ in range(requests):
@@ -106,9 +107,9 @@ def hashing(prompt: int = 1024, repeats: int = 1000) -> float:
     return (time.thread_time() - start) / repeats * 1e6
 
 
-def measure(requests: int, steps: int, prompt: int = 1024, output: int = 256) -> StepCost:
-    """Cost per step in a steady state of `requests` running requests."""
-    loop = ClosedLoop(requests, prompt, output)
+def measure(requests: int, steps: int, prompt: int = 1024, output: int = 256, seats: int | None = None) -> StepCost:
+    """Cost per step in a steady state of `requests` requests, of which `seats` (default: all) can run."""
+    loop = ClosedLoop(requests, prompt, output, seats or requests)
     for _ in range(2 * output):
         loop.step()
     times: list[float] = []
@@ -142,12 +143,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--seats", type=int, help="requests that run at most (default: all)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not args.json:
         print(f"{'requests':>8} {'rows':>7} {'mean CPU':>8} {'p50':>8} {'p99':>8} {'decode only':>12}  (us per step)")
     for requests in args.requests:
-        cost = measure(requests, args.steps, args.prompt, args.output)
+        cost = measure(requests, args.steps, args.prompt, args.output, args.seats)
         if args.json:
             print(json.dumps({name: getattr(cost, name) for name in cost.__slots__}))
         else:

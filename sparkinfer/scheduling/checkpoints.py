@@ -36,7 +36,7 @@ def prompt_positions(num_tokens: int, start: int, branch: int, config: Scheduler
     positions: list[int] = []
     before = start
     for position in sorted(wanted):
-        if position - before >= gap and last - position >= gap:
+        if position - before >= gap and last - position >= gap and before < position < last:
             positions.append(position)
             before = position
     return [*positions, last]

@@ -87,7 +87,8 @@ class EvictionHeap:
             if not self._qualifies(node):
                 heapq.heappop(self._entries)
                 continue
-            # Its score may have risen: it was used, or the snapshot before it has gone.
+            # Its score may have risen: it was used, or the snapshot before it has gone. One that falls, since a
+            # snapshot was entered before it, is pushed again.
             current = self._clock.score(node)
             if current > score:
                 self._serial += 1

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sparkinfer.scheduling.blocks import blocks_for
 from sparkinfer.scheduling.checkpoints import next_decode_position, thinned
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.passes import LoadView, PassShape, chunk_length, is_long
 from sparkinfer.scheduling.prefix_index import PrefixNode
-from sparkinfer.scheduling.resources import Resources
+from sparkinfer.scheduling.resources import Kept, Resources
 from sparkinfer.scheduling.roster import Roster
 from sparkinfer.scheduling.sequence import NEVER, Phase, Sequence
 from sparkinfer.scheduling.types import (
@@ -54,12 +55,19 @@ class Planner:
     def load(self, prefill_streak: int) -> LoadView:
         """What the choice of the next pass depends on."""
         roster = self.roster
-        head_left = next((s.tokens_left for s in roster.prefilling if not s.preempting), 0)
-        if head_left == 0:
-            head = roster.queue.head()
-            head_left = self._left(head) if head is not None and self.resources.slots.num_free else 0
+        begun = self._first_begun()
+        head_left = begun.tokens_left if begun is not None else 0
+        head = roster.queue.head() if self.resources.slots.num_free else None
+        if head is not None and (begun is None or head.key < begun.key):
+            left = self._left(head)
+            if begun is None or is_long(left, self.config):  # A short one joins whatever pass comes next.
+                head_left = left
         waiting = self._waiting() if self.config.backlog_chunk and head_left else 0
         return LoadView(self.table.num_active > 0, len(roster.by_id), head_left, prefill_streak, waiting)
+
+    def _first_begun(self) -> Sequence | None:
+        """The oldest prompt that is partly computed."""
+        return next((s for s in self.roster.prefilling if s.phase is Phase.PREFILL and not s.preempting), None)
 
     def _waiting(self) -> int:
         """Tokens left of the short prompts that a mixed step with room for all of them would carry.
@@ -157,8 +165,13 @@ class Planner:
         return () if snapshot is None else (Checkpoint(position, snapshot),)
 
     def add_prefill_rows(self, flight: InFlight, shape: PassShape) -> None:
-        """Chunks of prompts up to the shape's budget: those begun first, then from the waiting queue."""
+        """Chunks of prompts up to the shape's budget: those begun first, then from the waiting queue.
+
+        A pass for one prompt is for the oldest, be it begun or not.
+        """
         self.roster.refresh()
+        if shape.alone:
+            self._admit_if_oldest()
         budget, count = shape.budget, 0
         for sequence in self.roster.prefilling:
             if count == shape.max_prompts:
@@ -174,20 +187,36 @@ class Planner:
             count += 1
         self._admit_rows(flight, shape, budget, count)
 
+    def _admit_if_oldest(self) -> None:
+        """Let the head of the waiting queue run if it is older than all begun prompts."""
+        head, begun = self.roster.queue.head(), self._first_begun()
+        if head is not None and begun is not None and head.key < begun.key and self._may_admit():
+            self.roster.admit(head)
+
+    def _may_admit(self) -> bool:
+        """Not in the step of a preemption: a victim would come back with the memory that it has just given up."""
+        return self.roster.preempted_in != self.roster.step or not self.roster.others_run
+
     def _admit_rows(self, flight: InFlight, shape: PassShape, budget: int, count: int) -> None:
-        """Fill the pass from the waiting queue. Strictly in order: nobody overtakes one that does not fit."""
+        """Fill the pass from the waiting queue. Strictly in order: nobody overtakes one that does not fit.
+
+        Long prompts, which this pass cannot carry, are passed by those that leave them a slot and memory.
+        """
         roster = self.roster
-        if roster.preempted_in == roster.step and roster.others_run:
-            return  # A victim would come back with the memory that it has just given up.
-        rank = 0
+        if not self._may_admit():
+            return
+        rank = kept_blocks = 0
         while count < shape.max_prompts and budget > 0 and rank < len(roster.queue):
             sequence = roster.queue.at(rank)
             if not shape.alone and is_long(self._left(sequence), self.config):
                 rank += 1  # It gets its own pass as soon as it is the oldest.
+                if rank == shape.max_prompts:
+                    break  # A thousand of them cost no thousand looks in every step.
+                kept_blocks += blocks_for(sequence.request.num_tokens)
                 continue
             if chunk_length(0, sequence.tokens_left, budget, self.config.chunk_align) == 0:
                 break
-            if not roster.admit(sequence):
+            if not roster.admit(sequence, Kept(rank, kept_blocks)):
                 break
             budget -= self._add_prefill_row(flight, sequence, budget)
             count += 1
@@ -229,14 +258,16 @@ class Planner:
         return length
 
     def _prompt_checkpoints(self, flight: InFlight, sequence: Sequence, stop: int) -> tuple[Checkpoint, ...]:
+        """Snapshots for the positions up to `stop`: the last one, worth most, first, and half the pool at most."""
         due = [position for position in sequence.checkpoints if position <= stop]
         del sequence.checkpoints[: len(due)]
         if not due:
             return ()
         left = MAX_PASS_CHECKPOINTS - sum(len(row.checkpoints) for row in flight.plan.prefill)
+        most = min((left + 1) // 2, (self.config.num_snapshots + 1) // 2)
         found = []
-        for position in thinned(due, (left + 1) // 2):
+        for position in reversed(thinned(due, most)):
             snapshot = self.cache.reserve_snapshot(sequence, position)
             if snapshot is not None:
                 found.append(Checkpoint(position, snapshot))
-        return tuple(found)
+        return tuple(reversed(found))

@@ -252,6 +252,9 @@ class PrefixCache:
         self.index.version += 1
         self._clock.touch(node)
         self._snapshot_heap.push(node)
+        for below in node.next_snapshots():  # They are recomputed from here now, at less cost.
+            for heap in (self._snapshot_heap, self._device_heap, self._host_heap):
+                heap.push(below)
 
     def replace_decode_checkpoint(self, sequence: Sequence, node: PrefixNode) -> None:
         """While generating, only the latest checkpoint is worth a snapshot: the one before goes, unless it was hit."""

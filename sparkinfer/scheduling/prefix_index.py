@@ -119,6 +119,16 @@ class PrefixNode(msgspec.Struct, eq=False):
         nodes.reverse()
         return nodes
 
+    def next_snapshots(self) -> Iterator[PrefixNode]:
+        """The nearest nodes below with a snapshot, one on each way down that has any."""
+        open_ways = list(self.children)
+        while open_ways:
+            node = open_ways.pop()
+            if node.snapshot >= 0:
+                yield node
+            else:
+                open_ways += node.children
+
     def common(self, hashes: list[bytes], limit: int) -> int:
         """How many of the node's blocks are those of `hashes`, a chain of which `limit` blocks count."""
         start, length = self.start, min(len(self.hashes), limit - self.start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from sparkinfer.scheduling.blocks import BlockPool, blocks_for
 from sparkinfer.scheduling.checkpoints import prompt_positions
@@ -13,6 +14,17 @@ from sparkinfer.scheduling.prefix_cache import PrefixCache
 from sparkinfer.scheduling.sequence import NEVER, Phase, Sequence
 from sparkinfer.scheduling.slots import SlotPool
 from sparkinfer.scheduling.types import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What must stay available for requests that are passed by a later one."""
+
+    slots: int
+    blocks: int
+
+
+NOTHING_KEPT = Kept(0, 0)
 
 
 class Resources:
@@ -27,8 +39,8 @@ class Resources:
         self.retired: deque[tuple[int, list[int], list[int]]] = deque()
         """(step, device blocks, host blocks): released when that step commits."""
         self._refused: tuple[Sequence, int, int] | None = None
-        """The sequence that was refused last, the blocks available then, and the version of the index: with other
-        entries a hit may need fewer blocks."""
+        """The sequence that was refused last, the blocks available to it then, and the version of the index: with
+        other entries a hit may need fewer blocks."""
 
     @property
     def available(self) -> int:
@@ -40,27 +52,33 @@ class Resources:
         self.cache.free_blocks(count)
         return self.blocks.allocate(count)
 
-    def admit(self, sequence: Sequence, others_run: bool) -> bool:
+    def admit(self, sequence: Sequence, others_run: bool, kept: Kept = NOTHING_KEPT) -> bool:
         """Give the sequence a slot and blocks for all its known tokens, less what a cache hit brings; or refuse.
+
+        `kept` stays available besides.
 
         Reserving the whole prompt means that a prefill once begun never stalls on memory. While other requests run,
         the watermark stays free for their growth; a request that is alone always fits, by the checks of the
         configuration.
         """
-        if not self.slots.num_free:
+        if self.slots.num_free <= kept.slots:
             return False
         if others_run and self._refused is not None:
             refused, available, version = self._refused
-            if refused is sequence and self.available <= available and self.cache.index.version == version:
+            if (
+                refused is sequence
+                and self.available - kept.blocks <= available
+                and self.cache.index.version == version
+            ):
                 return False
         request = sequence.request
         match = self.cache.match(sequence)
         on_device = self.cache.hold(sequence, match)
         needed = blocks_for(request.num_tokens) - on_device
-        reserve = self.config.watermark_blocks if others_run else 0
+        reserve = kept.blocks + (self.config.watermark_blocks if others_run else 0)
         if self.available < needed + reserve:
             self.cache.let_go(sequence)  # Its nodes lead to the hit's snapshot, so none of them goes.
-            self._refused = (sequence, self.available, self.cache.index.version)
+            self._refused = (sequence, self.available - kept.blocks, self.cache.index.version)
             return False
         self._refused = None
         blocks = self.cache.use(sequence, match)

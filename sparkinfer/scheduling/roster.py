@@ -11,7 +11,7 @@ import bisect
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.preemption import latest
 from sparkinfer.scheduling.queue import WaitingQueue
-from sparkinfer.scheduling.resources import Resources
+from sparkinfer.scheduling.resources import NOTHING_KEPT, Kept, Resources
 from sparkinfer.scheduling.sequence import Phase, Sequence
 from sparkinfer.scheduling.types import FinishReason, RequestState
 
@@ -62,9 +62,9 @@ class Roster:
             self.prefilling = [s for s in self.prefilling if s.phase is Phase.PREFILL]
             self._stale = False
 
-    def admit(self, sequence: Sequence) -> bool:
+    def admit(self, sequence: Sequence, kept: Kept = NOTHING_KEPT) -> bool:
         """Let a waiting sequence run, if the resources allow it."""
-        if not self.resources.admit(sequence, self.others_run):
+        if not self.resources.admit(sequence, self.others_run, kept):
             return False
         self.queue.remove(sequence)
         sequence.request.state = RequestState.RUNNING

@@ -45,6 +45,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         num_snapshots=(snapshots := rng.choice([0, 1, 3, 8, 16])),
         num_host_blocks=rng.choice([0, 2, 8, 30]) if snapshots else 0,
         checkpoint_interval=rng.choice([0, 32, 64]),
+        branch_min_tokens=rng.choice([0, 16, 48]),
         decode_checkpoint_interval=rng.choice([0, 16, 32]),
         snapshot_bytes=rng.choice([1, 100, 10000]),
         kv_block_bytes=rng.choice([1, 100]),

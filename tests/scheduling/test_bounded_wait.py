@@ -7,6 +7,7 @@ and those that had arrived already. Aging makes that set finite under any stream
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, deque
 
@@ -152,6 +153,21 @@ def test_low_priority_ends_under_endless_urgent_arrivals(aging: int) -> None:
         trace.add(20, 5, priority=0)
         trace.step()
         assert trace.clock < 40 * aging, "starved"
+
+
+def test_a_long_prompt_is_not_passed_for_ever() -> None:
+    """Short prompts keep coming, and one of them is always partly computed when the long one could begin."""
+    trace = Trace(SchedulerConfig(max_num_seqs=32, num_kv_blocks=32_000, max_model_len=16_384))
+    trace.add(64, 16_000, 0)  # Decodes all the while, so that passes are mixed.
+    lengths = itertools.chain([1984] * 14, itertools.cycle([1280, 1984, 1984, 1984, 1984]))
+    for step in range(200):
+        while step and len(trace.scheduler.roster.queue) < 4:
+            trace.add(next(lengths), 4, 0)
+        if step == 5:
+            trace.add(5000, 4, 0)
+            long = trace.requests[-1].id
+        trace.step()
+    assert trace.ended[long] - trace.arrived[long] < 40, "about 22 steps for what was there before it, and its own"
 
 
 def test_strict_priority_is_what_aging_0_says() -> None:

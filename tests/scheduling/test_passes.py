@@ -186,6 +186,49 @@ def test_a_burst_is_packed_and_a_long_prompt_runs_alone() -> None:
     assert [[(r.start, r.length) for r in p.rows] for p in alone] == [[(0, 3000)]]
 
 
+def test_a_long_prompt_that_is_the_oldest_is_next_whatever_has_begun() -> None:
+    engine = driver(mixed_chunk=1024)
+    engine.add(prompt(10, 0), 300, stops=False)
+    engine.step()
+    begun = engine.add(prompt(1984, 1), 4, stops=False)
+    engine.step()
+    urgent = engine.add(prompt(5000, 2), 4, stops=False, priority=-100)
+    behind = engine.add(prompt(1984, 3), 4, stops=False, priority=100)
+    carried = [[(row.request, row.length) for row in plan.prefill] for plan in plans_of(engine) if plan.prefill]
+    assert carried == [
+        [(urgent, 4096)],
+        [(urgent, 904), (begun, 64)],
+        [(begun, 896), (behind, 128)],
+        [(behind, 1024)],
+        [(behind, 832)],
+    ]
+
+
+def test_nobody_passes_a_long_prompt_that_then_would_not_fit() -> None:
+    """The long one needs 250 of 300 blocks while one that it could not run beside holds 119."""
+    engine = driver(mixed_chunk=1024, num_kv_blocks=300, max_model_len=4700, watermark=0.0)
+    engine.add(prompt(64, 0), 300, stops=False)
+    engine.step()
+    engine.add(prompt(1900, 1), 60, stops=False)
+    engine.step()
+    long = engine.add(prompt(4000, 2), 4, stops=False)
+    shorts = [engine.add(prompt(1500, 3 + i), 4, stops=False) for i in range(3)]
+    order = list(dict.fromkeys(row.request for plan in plans_of(engine) for row in plan.prefill))
+    assert order[1:] == [long, *shorts]
+
+
+def test_short_prompts_pass_long_ones_that_fit_beside_them() -> None:
+    engine = driver(mixed_chunk=1024)
+    engine.add(prompt(10, 0), 300, stops=False)
+    engine.step()
+    first = engine.add(prompt(8000, 1), 4, stops=False)
+    longs = [engine.add(prompt(4000, 2 + i), 4, stops=False) for i in range(7)]
+    short = engine.add(prompt(500, 20), 4, stops=False)
+    carried = [[row.request for row in plan.prefill] for plan in plans_of(engine) if plan.prefill]
+    assert carried[:2] == [[first], [short]]
+    assert list(dict.fromkeys(itertools.chain(*carried))) == [first, short, *longs]
+
+
 def test_long_prompts_do_not_stop_decoding() -> None:
     """Chunks of a long prompt alternate with steps in which the others get a token."""
     engine = driver(prefill_chunk=1024)

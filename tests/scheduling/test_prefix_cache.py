@@ -35,6 +35,27 @@ def test_checkpoints_inside_a_prompt() -> None:
     assert prompt_positions(200, 0, 96, config) == [64, 96, 128, 176]
     assert prompt_positions(200, 176, 0, config) == []
     assert prompt_positions(200, 0, 48, small_config(checkpoint_interval=0, branch_min_tokens=64)) == [176]
+    anywhere = small_config(checkpoint_interval=0, branch_min_tokens=0)
+    assert prompt_positions(37, 0, 16, anywhere) == [16], "one state is saved once"
+    assert prompt_positions(37, 0, 32, anywhere) == [16], "and none behind the prompt's end"
+    assert prompt_positions(200, 48, 48, anywhere) == [176]
+
+
+@pytest.mark.parametrize(("snapshots", "interval", "length"), [(1, 64, 256), (2, 16, 200), (4, 16, 256)])
+def test_few_snapshots_go_to_the_longest_prefix(snapshots: int, interval: int, length: int) -> None:
+    """In one pass, and in chunks."""
+    for chunk in (256, 64):
+        engine = driver(
+            num_snapshots=snapshots, checkpoint_interval=interval, branch_min_tokens=16, prefill_chunk=chunk,
+            own_pass_tokens=1000, max_model_len=300, decode_checkpoint_interval=0,
+        )  # fmt: skip
+        text = family_tokens(0)[:length]
+        other = family_tokens(1)[:64]
+        engine.run(other, 1)
+        engine.run(text, 1)
+        assert engine.run(text, 1).num_cached == end_position(length)
+        if snapshots > 1 and chunk == 256:
+            assert engine.run(other, 1).num_cached == 48, "half the pool is left to others"
 
 
 def test_checkpoints_while_generating() -> None:
@@ -228,6 +249,19 @@ def test_eviction_gives_up_the_cheapest_per_byte_first() -> None:
     assert engine.scheduler.stats().prefix_evictions == 2, "a snapshot, and the KV block that led to nothing else"
     assert engine.run(dear, 1).num_cached == 176, "older, but five times the work for the same bytes"
     assert engine.run(cheap, 1).num_cached == 0
+
+
+def test_a_checkpoint_inside_makes_those_behind_it_cheap() -> None:
+    """Two prompts share 160 tokens; once the state there is saved, each costs one block and goes before a new one."""
+    engine = driver(num_snapshots=3, checkpoint_interval=0, decode_checkpoint_interval=0, snapshot_bytes=10_000)
+    shared, other = family_tokens(0)[:160], family_tokens(1)[:60]
+    first, second = [*shared, *[1] * 40], [*shared, *[2] * 40]
+    for text in (first, second, other):
+        engine.run(text, 1)
+    held = {node.position: engine.scheduler.cache._clock.score(node) for node in engine.scheduler.cache.index}
+    assert held[176] < held[32] < held[160]
+    engine.run(family_tokens(2)[:90], 1)
+    assert engine.run(other, 1).num_cached == 32
 
 
 def test_what_is_not_used_for_long_goes_at_last() -> None:

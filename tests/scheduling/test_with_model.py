@@ -85,7 +85,7 @@ def alone(model: Path) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize(("in_flight", "snapshots", "blocks", "gap"), [(1, 12, 64, 2), (1, 6, 22, 1), (2, 6, 22, 1)])
+@pytest.mark.parametrize(("in_flight", "snapshots", "blocks", "gap"), [(1, 12, 64, 2), (1, 6, 22, 1), (2, 8, 22, 1)])
 def test_crowd_gives_the_tokens_of_each_alone(
     model: Path, alone: dict[str, list[int]], in_flight: int, snapshots: int, blocks: int, gap: int
 ) -> None:

@@ -69,7 +69,7 @@ def test_record_and_page(
     monkeypatch.setattr(figures, "BURST_REPEATS", 1)
     monkeypatch.setattr(figures, "BURST_TOKENS", (32, 128))
     monkeypatch.setattr(figures, "BURST", 8)
-    monkeypatch.setattr(figures, "STEP_GOALS", ((4, 1e9), (64, 1e-3)))
+    monkeypatch.setattr(figures, "STEP_GOALS", ((4, 1e9, 128, 2, " of 128 tokens, 2 run"), (64, 1e-3, 1024, None, "")))
     arguments = [str(model), "--out", str(tmp_path), "--parts", "scheduler_cost", "burst", "--steps", "20"]
     code = figures.main(arguments)
     record = json.loads((tmp_path / "figures.json").read_text())
@@ -83,7 +83,13 @@ def test_record_and_page(
     named = {figure["name"]: figure["value"] for figure in record["figures"]}
     packed, single = named["8 prompts of 128 tokens, packed"], named["8 prompts of 128 tokens, one by one"]
     assert named["8 prompts of 128 tokens, packed / one by one"] == pytest.approx(packed / single)
-    assert min(named["schedule + commit + add, 64 requests"], named["schedule + commit + add, 4 requests"]) > 0
+    assert (
+        min(
+            named["schedule + commit + add, 64 requests"],
+            named["schedule + commit + add, 4 requests of 128 tokens, 2 run"],
+        )
+        > 0
+    )
     page = (tmp_path / "figures.md").read_text()
     assert "CPUs busy before: 0.25" in page
     assert "| burst | 8 prompts of 128 tokens, packed |" in page

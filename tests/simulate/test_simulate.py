@@ -291,6 +291,15 @@ def test_command_line_on_a_run(run_folder: Path, tmp_path: Path, capsys: pytest.
     assert "| trace | as recorded |" in capsys.readouterr().out
 
 
+def test_a_policy_s_mixed_chunk_leaves_room_for_a_backlog_or_turns_it_off() -> None:
+    base = dataclasses.replace(CONFIG, mixed_chunk=1024, backlog_chunk=4096, prefill_chunk=8192)
+    for text, backlog in {"": 4096, "mixed_chunk=0": 0, "mixed_chunk=4096": 0, "mixed_chunk=512": 4096}.items():
+        assert cli.policy(text, base).backlog_chunk == backlog
+    assert cli.policy("mixed_chunk=2048,backlog_chunk=8192", base).backlog_chunk == 8192
+    with pytest.raises(ConfigError, match="backlog_chunk is 4096 but mixed_chunk is 0"):
+        cli.policy("mixed_chunk=0,backlog_chunk=4096", base)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -308,6 +317,8 @@ def test_command_line_on_a_run(run_folder: Path, tmp_path: Path, capsys: pytest.
         (["--costs", "{costs}", "--cell", "chat-c1", "--set", "colour=1"], "setting of the scheduler"),
         (["--costs", "{costs}", "--cell", "chat-c1", "--set", "mixed_chunk=x"], "not a value of mixed_chunk"),
         (["--costs", "{costs}", "--cell", "chat-c1", "--set", "mixed_chunk=8"], "below a block"),
+        (["--costs", "{costs}", "--cell", "chat-c1", "--set", "drafter_loaded=1"], "setting of the scheduler"),
+        (["--costs", "{costs}", "--cell", "chat-c1", "--set", "max_in_flight=2"], "setting of the scheduler"),
         (["--costs", "{costs}", "--requests", "{bad}"], "trace.jsonl:1"),
     ],
 )

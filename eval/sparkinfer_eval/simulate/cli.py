@@ -81,9 +81,16 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+NOT_REPLAYED = ("drafter_loaded", "spec_load_limit", "draft_tokens", "max_in_flight")
+"""Settings that a replay does not follow: it drafts nothing, and a step ends before the next one begins."""
+
+
 def policy(text: str, base: SchedulerConfig) -> SchedulerConfig:
-    """`name=value,...` laid over the settings. Raises ConfigError on an unknown name, a bad value, a contradiction."""
-    fields = {field.name: field for field in dataclasses.fields(SchedulerConfig)}
+    """`name=value,...` laid over the settings. Raises ConfigError on an unknown name, a bad value, a contradiction.
+
+    As at a server's start, `backlog_chunk` is off where `mixed_chunk` leaves it no room, unless it is named.
+    """
+    fields = {field.name: field for field in dataclasses.fields(SchedulerConfig) if field.name not in NOT_REPLAYED}
     changes: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         name, equals, value = item.partition("=")
@@ -94,6 +101,8 @@ def policy(text: str, base: SchedulerConfig) -> SchedulerConfig:
             changes[name] = bool(int(value)) if kind is bool else kind(value)
         except ValueError:
             raise ConfigError(f"--set {item}: {value!r} is not a value of {name} ({kind.__name__})") from None
+    if "backlog_chunk" not in changes and not 0 < 2 * changes.get("mixed_chunk", 1) < base.backlog_chunk:
+        changes["backlog_chunk"] = 0
     config = dataclasses.replace(base, **changes)
     config.validate()
     return config
