@@ -25,7 +25,6 @@ from sparkinfer import __version__
 from sparkinfer.errors import CheckpointError, ConfigError, EnvironmentProblem
 from sparkinfer.identity import file_digests, source_digest
 from sparkinfer.models.config import ModelConfig, load_config, read_json
-from sparkinfer.models.loader import IGNORED_PREFIXES
 from sparkinfer.models.reader import load_order, read_bytes
 from sparkinfer.models.safetensors_file import (
     DTYPES,
@@ -137,7 +136,8 @@ class Quantizer:
         if target.resolve() == source.resolve():
             raise ConfigError(f"{target} is the source: give another folder to write to")
         self.entries = read_entries(source)
-        self.choices = Choices(self.config, options.format, options.rules)
+        shapes = {name: entry.shape for name, entry in self.entries.items()}
+        self.choices = Choices(self.config, options.format, options.rules, shapes)
         if not any(self.choices.formats.values()):
             raise ConfigError("no layer is left to quantise: " + "; ".join(self.choices.notes or ["all are kept"]))
         self._note_other_parts()
@@ -150,7 +150,7 @@ class Quantizer:
 
     def _note_other_parts(self) -> None:
         """Says what of a multimodal checkpoint is not quantised."""
-        others = [name.removeprefix("model.") for name in self.entries if name.startswith(IGNORED_PREFIXES)]
+        others = [name.removeprefix("model.") for name in self.choices.others]
         if others:
             parts = ", ".join(sorted({name.split(".")[0] for name in others}))
             self.choices.notes.append(
