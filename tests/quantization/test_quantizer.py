@@ -367,7 +367,83 @@ def test_inputs_that_are_not_finite_are_refused_by_module(source, quantise, tmp_
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.layers\.2\.linear_attn\.in_proj_qkv: its inputs are NaN"):
         quantise(folder, tmp_path / "q")
-    assert not list((tmp_path / "q").glob(".quantize/calibration*"))
+    saved = sorted(path.name for path in (tmp_path / "q" / ".quantize").glob("calibration-0*"))
+    assert saved == ["calibration-000.safetensors", "calibration-001.safetensors"]
+
+
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({NORM: None}, r"tensor model\.norm\.weight is missing"),
+        ({NORM: torch.ones(3)}, r"tensor model\.norm\.weight has shape \[3\]"),
+        ({HEAD: torch.ones(512, 256, dtype=torch.uint8)}, r"tensor lm_head\.weight has dtype U8"),
+        ({"model.layers.0.foo": torch.ones(3)}, r"tensor model\.layers\.0\.foo has no place"),
+        ({"model.layers.0.mlp.up_proj.weight": None}, r"tensor model\.layers\.0\.mlp\.up_proj\.weight is missing"),
+    ],
+)
+def test_what_is_merely_copied_must_be_loadable_too(source, quantise, tmp_path, tensors, message):
+    folder = changed(source(), tmp_path / "bad", tensors)
+    with pytest.raises(CheckpointError, match=message):
+        quantise(folder, tmp_path / "q", "fp8")
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize("name", [HEAD, "mtp.fc.weight"])
+def test_nan_in_a_copied_tensor_is_refused(source, quantise, tmp_path, name):
+    tensor = torch.ones(480, 256, dtype=torch.bfloat16)
+    tensor[-1, -1] = float("nan")
+    folder = changed(source(), tmp_path / "bad", {name: all_tensors(source()).get(name, tensor) * tensor[-1, -1]})
+    with pytest.raises(CheckpointError, match=f"tensor {name} holds NaN or infinity"):
+        quantise(folder, tmp_path / "q", "fp8")
+    assert not list((tmp_path / "q").glob("*.safetensors*"))
+
+
+def test_a_run_that_was_killed_before_its_plan(source, quantise, tmp_path):
+    (tmp_path / "q" / ".quantize").mkdir(parents=True)
+    (tmp_path / "q" / ".quantize" / "plan.json.part").write_text("{")
+    assert quantise(source(), tmp_path / "q", "fp8").resumed == 0
+
+
+def test_a_file_that_is_not_whole_is_written_again(source, tmp_path):
+    options = Options(format=Format.FP8)
+    Quantizer(source(), tmp_path / "whole", options).run()
+    Quantizer(source(), tmp_path / "q", options)._prepare_target()
+    whole = (tmp_path / "whole" / "model.safetensors").read_bytes()
+    for content in (b"", whole[:-1], b"\0" * len(whole)):
+        (tmp_path / "q" / "model.safetensors").write_bytes(content)
+        unfinished = Quantizer(source(), tmp_path / "q", options)
+        unfinished._finish = lambda: None
+        assert unfinished.run().resumed == 0
+    assert Quantizer(source(), tmp_path / "q", options).run().resumed == 1
+    assert digests(tmp_path / "q") == digests(tmp_path / "whole")
+
+
+def test_another_text_can_follow_one_that_was_too_short(source, quantise, tmp_path):
+    (tmp_path / "short.txt").write_text("w1 w2")
+    with pytest.raises(ConfigError, match="fewer than one sequence"):
+        quantise(source(), tmp_path / "q", calibration=(tmp_path / "short.txt",))
+    quantise(source(), tmp_path / "q")
+
+
+def test_a_calibration_goes_on_after_its_last_layer(source, text, tmp_path):
+    options = Options(format=Format.NVFP4, calibration=(text,), calibration_tokens=512)
+    Quantizer(source(), tmp_path / "whole", options).run()
+    done = []
+
+    def stop(what, layer, _):
+        done.append((what, layer))
+        if done[-1] == ("calibrating", 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Quantizer(source(), tmp_path / "q", options, stop).run()
+    done.clear()
+    Quantizer(source(), tmp_path / "q", options, lambda what, layer, _: done.append((what, layer))).run()
+    assert [layer for what, layer in done if what == "calibrating"] == [3, 4]
+    assert digests(tmp_path / "q") == digests(tmp_path / "whole")
 
 
 def test_no_tokenizer(source, quantise, tmp_path):
