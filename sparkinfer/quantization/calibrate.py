@@ -10,7 +10,6 @@ import dataclasses
 import math
 import pydoc_data.topics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +37,13 @@ from sparkinfer.models.qwen3_5 import (
     Weights,
 )
 from sparkinfer.models.reader import CopyingReader, MappedReader
+from sparkinfer.quantization.saved import InputStatistics, SavedLayers
 
 SEQUENCE = 512
 """Tokens of a calibration sequence, a multiple of the KV block."""
 BLOCK = 16
 PRIOR = 64
 """Tokens that the layer's mean counts for in an expert's, of which the text may route few tokens to it."""
-
-
-@dataclass(slots=True)
-class InputStatistics:
-    """Over all calibration tokens of a linear layer's input [T, K]."""
-
-    amax: float
-    """Largest magnitude."""
-    mean_square: torch.Tensor
-    """[K] fp32."""
 
 
 Progress = Callable[[int, int], None]
@@ -175,7 +165,12 @@ def _mean_square(x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def calibrate(
-    folder: Path, config: ModelConfig, tokens: torch.Tensor, device: torch.device, progress: Progress | None = None
+    folder: Path,
+    config: ModelConfig,
+    tokens: torch.Tensor,
+    device: torch.device,
+    progress: Progress | None = None,
+    saved: SavedLayers | None = None,
 ) -> dict[str, InputStatistics]:
     """Statistics of every linear layer's input, by module name.
 
@@ -184,6 +179,7 @@ def calibrate(
         tokens: [n, length] int64, length a multiple of 16.
         device: where layers run.
         progress: told after every layer.
+        saved: where layers are kept, and taken from if they are done.
 
     Raises:
         CheckpointError: a tensor is missing or damaged.
@@ -196,9 +192,14 @@ def calibrate(
     batch = _batch(count, length, device)
     rotary = rotary_table(length, config.rotary_dim, config.rope_theta, device)
     cos, sin = rotary.index_select(0, batch.positions).unsqueeze(2).unbind(1)
-    residual = _embed(folder, config, tokens).to(device, dtype)
-    x = None
-    for number, kind in enumerate(config.layer_types):
+    x: torch.Tensor | None
+    before = saved.load() if saved is not None else None
+    if before is None:
+        done, x, residual = 0, None, _embed(folder, config, tokens).to(device, dtype)
+    else:
+        done, observer.found = before[:2]
+        x, residual = (value.to(device) for value in before[2:])
+    for number, kind in list(enumerate(config.layer_types))[done:]:
         prefix = f"model.layers.{number}."
         norm = weights.norm1(f"{prefix}input_layernorm.weight", config.hidden_size)
         if x is None:
@@ -220,8 +221,11 @@ def calibrate(
         norm = weights.norm1(f"{prefix}post_attention_layernorm.weight", config.hidden_size)
         x, residual = ops.add_rms_norm(x, residual, norm, config.rms_norm_eps)
         x = _mlp(config, weights, observer, f"{prefix}mlp.")(x)
-        check_finite({name: one for name, one in observer.found.items() if name.startswith(prefix)})
+        new = {name: one for name, one in observer.found.items() if name.startswith(prefix)}
+        check_finite(new)
         observer.forget()
+        if saved is not None:
+            saved.save(number, new, x, residual)
         if progress is not None:
             progress(number + 1, config.num_layers)
     assert x is not None

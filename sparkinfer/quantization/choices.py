@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sparkinfer import __version__
 from sparkinfer.errors import ConfigError
 from sparkinfer.models.config import LINEAR, ModelConfig
+from sparkinfer.models.loader import IGNORED_PREFIXES
 from sparkinfer.models.tensors import Role, TensorSpec, language_tensors
 from sparkinfer.quantization import fp8, nvfp4
 from sparkinfer.quantization.grouping import fused_with
@@ -25,13 +26,23 @@ Rule = tuple[str, Format | None]
 class Choices:
     """The format of every linear layer of a model. `formats` holds None for those that stay as they are."""
 
-    def __init__(self, config: ModelConfig, default: Format, rules: Sequence[Rule] = ()) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        default: Format,
+        rules: Sequence[Rule] = (),
+        stored: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         """Decide for all modules; of `rules`, the last that means a module wins.
+
+        `stored` are the shapes of the source's tensors: those beside the language model are listed as kept.
 
         Raises:
             ConfigError: a pattern means no linear layer, or layers that engines run as one differ.
         """
         self.config = config
+        self.others = {name: shape for name, shape in (stored or {}).items() if name.startswith(IGNORED_PREFIXES)}
+        """Shapes of the tensors of vision tower and MTP head, by name."""
         self.notes: list[str] = []
         """What was left as it is because the format cannot hold its shape, one line for each kind of layer."""
         self.formats: dict[str, Format | None] = {}
@@ -90,11 +101,11 @@ class Choices:
         present = {choice for choice in self.formats.values() if choice is not None}
         ignore = self._ignored()
         if present == {Format.NVFP4}:
-            return modelopt_config(ignore, __version__)
+            return modelopt_config(ignore + self._other_trees(), __version__)
         if present == {Format.FP8} and self.formats.get("lm_head") is None:
-            return fp8_config(ignore)
+            return fp8_config(ignore + self._other_modules())
         layers = {self.stored(_short(m)): choice for m, choice in self.formats.items() if choice is not None}
-        return mixed_config(layers, ignore, __version__)
+        return mixed_config(layers, ignore + self._other_trees(), __version__)
 
     def _ignored(self) -> list[str]:
         found: dict[str, None] = {}
@@ -104,8 +115,20 @@ class Choices:
         for number, kind in enumerate(self.config.layer_types):
             if kind == LINEAR:
                 found[self.stored(f"model.layers.{number}.linear_attn.conv1d")] = None
-        others = ["model.visual", "mtp"] if self.config.multimodal else []
-        return [*found, *others]
+        return list(found)
+
+    def _other_trees(self) -> list[str]:
+        """One pattern for each part beside the language model.
+
+        vLLM renames what begins with `model.visual.`, dot included: it makes such a name of a pattern with a star, not
+        of the bare module.
+        """
+        return [f"{prefix[:-1]}*" for prefix in IGNORED_PREFIXES if any(n.startswith(prefix) for n in self.others)]
+
+    def _other_modules(self) -> list[str]:
+        """Every linear layer beside the language model: vLLM's FP8 list holds whole names only."""
+        names = (name for name, shape in self.others.items() if EXPERTS in name or len(shape) == 2)
+        return list(dict.fromkeys(_short(name.removesuffix(".weight")) for name in names))
 
     def stored(self, module: str) -> str:
         """The name of a text-only checkpoint's module or tensor in this checkpoint."""

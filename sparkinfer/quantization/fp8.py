@@ -8,6 +8,8 @@ import torch
 
 BLOCK = 128
 E4M3_MAX = 448.0
+SMALLEST = torch.finfo(torch.float32).tiny
+"""The least scale, the smallest normal number: less may become zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def quantise(weight: torch.Tensor) -> Fp8BlockParts:
         amax = edge.view(-1, BLOCK).amax(1)
         if not torch.isfinite(amax).all():
             raise ValueError("it holds NaN or infinity")
-        scales[number] = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+        scales[number] = torch.where(amax > 0, (amax / E4M3_MAX).clamp(min=SMALLEST), 1.0)
         factors = scales[number].repeat_interleave(BLOCK)[:columns]
         out[piece] = (values / factors).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return Fp8BlockParts(out, scales)

@@ -20,6 +20,8 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the codes 0 to 7."""
 STEPS = range(-3, 8)
 """Candidates of a block's scale: this many e4m3 numbers beside amax / 6. Below: clipping; above: the top code is 4."""
+SMALLEST = torch.finfo(torch.float32).tiny
+"""The least fp32 scale, the smallest normal number: less may become zero, and its reciprocal infinite."""
 PIECE = 1 << 22
 """Elements handled at once, so that the search needs little memory."""
 
@@ -102,12 +104,12 @@ def dequantise(
 
 def global_scale_for(amax: float) -> float:
     """The global scale for weights up to `amax` in magnitude; 1 for a matrix of zeros."""
-    return amax / (E2M1_MAX * SCALE_TOP) if amax > 0 else 1.0
+    return max(amax / (E2M1_MAX * SCALE_TOP), SMALLEST) if amax > 0 else 1.0
 
 
 def input_scale_for(amax: float) -> float:
     """ModelOpt's input scale for activations up to `amax` in magnitude."""
-    return amax / (E2M1_MAX * E4M3_MAX) if amax > 0 else 1.0
+    return max(amax / (E2M1_MAX * E4M3_MAX), SMALLEST) if amax > 0 else 1.0
 
 
 def quantise(

@@ -23,17 +23,20 @@ def matches(pattern: str, module: str) -> bool:
 def listed(entry: str, module: str) -> bool:
     """Whether an entry of a checkpoint's `ignore` (or target) list means `module` or a module around it.
 
-    Entries are names, names with a glob as ModelOpt writes them (`a.b*` is `a.b` and all below, as vLLM reads it too),
-    or regular expressions for the start of the name (`re:...`, compressed-tensors).
+    Entries are names, names with a glob as ModelOpt writes them (`a.b*` is `a.b`, `a.bc` and all below them, as vLLM
+    reads it too), or regular expressions for the start of the name (`re:...`, compressed-tensors).
     """
     if entry.startswith("re:"):
         return re.match(entry[3:], module) is not None
-    if entry.endswith("*") and not entry.endswith(".*"):
-        entry = entry[:-1]
-    if not any(mark in entry for mark in "*?["):
+    if not _is_glob(entry):
         return matches(entry, module)
     parts = module.split(".")
     return any(fnmatchcase(".".join(parts[:count]), entry) for count in range(1, len(parts) + 1))
+
+
+def _is_glob(entry: str) -> bool:
+    """Whether an entry is a glob for the name from its start: more than a name, or the beginning of a component."""
+    return entry.endswith(".*") or any(mark in entry.removesuffix("*") for mark in "*?[")
 
 
 class NameList:
@@ -45,20 +48,29 @@ class NameList:
     def __init__(self, entries: Iterable[str]) -> None:
         self.entries = tuple(entries)
         self._plain: set[tuple[str, ...]] = set()
+        self._begun: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """Beginnings of a component, by the components before it."""
         self._others: list[str] = []
         for entry in self.entries:
             if entry.startswith("re:"):
                 re.compile(entry[3:])
-            name = entry[:-1] if entry.endswith("*") and not entry.endswith(".*") else entry
-            if entry.startswith("re:") or any(mark in name for mark in "*?["):
+            *before, last = entry.split(".")
+            if entry.startswith("re:") or _is_glob(entry):
                 self._others.append(entry)
+            elif last.endswith("*"):
+                self._begun[tuple(before)] = (*self._begun.get(tuple(before), ()), last[:-1])
             else:
-                self._plain.add(tuple(name.split(".")))
+                self._plain.add((*before, last))
 
     def __contains__(self, module: str) -> bool:
         """Whether any entry means `module` or a module around it."""
         parts = module.split(".")
         ends = range(1, len(parts) + 1)
-        return any(tuple(parts[first:end]) in self._plain for end in ends for first in range(end)) or any(
-            listed(entry, module) for entry in self._others
+        spans = [(first, end) for end in ends for first in range(end)]
+        return (
+            any(tuple(parts[first:end]) in self._plain for first, end in spans)
+            or any(
+                parts[end - 1].startswith(self._begun.get(tuple(parts[first : end - 1]), ())) for first, end in spans
+            )
+            or any(listed(entry, module) for entry in self._others)
         )

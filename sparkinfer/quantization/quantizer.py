@@ -15,17 +15,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from sparkinfer import __version__
 from sparkinfer.errors import CheckpointError, ConfigError, EnvironmentProblem
 from sparkinfer.identity import file_digests, source_digest
 from sparkinfer.models.config import ModelConfig, load_config, read_json
-from sparkinfer.models.loader import IGNORED_PREFIXES
+from sparkinfer.models.loader import FLOAT_DTYPES, SafetensorsSource
 from sparkinfer.models.reader import load_order, read_bytes
 from sparkinfer.models.safetensors_file import (
     DTYPES,
@@ -35,15 +35,15 @@ from sparkinfer.models.safetensors_file import (
     FileWriter,
     NewTensor,
     index_text,
+    layout,
     read_entries,
     shard_names,
     split_shards,
     tensor_bytes,
 )
-from sparkinfer.models.tensors import Role, language_tensors
+from sparkinfer.models.tensors import Role, TensorSpec, language_tensors
 from sparkinfer.quantization import fp8, nvfp4
 from sparkinfer.quantization.calibrate import (
-    InputStatistics,
     NotFiniteError,
     calibrate,
     calibration_text,
@@ -51,6 +51,7 @@ from sparkinfer.quantization.calibrate import (
 )
 from sparkinfer.quantization.choices import Choices, Rule
 from sparkinfer.quantization.grouping import fused_with
+from sparkinfer.quantization.saved import InputStatistics, SavedLayers
 from sparkinfer.quantization.schemes import Format
 from sparkinfer.quantization.stored import stored_tensors, values
 
@@ -63,7 +64,6 @@ COPIED = (
 """Files beside the weights that the new folder needs too."""
 READ = ("config.json", "generation_config.json", "tokenizer.json")
 """Files of the source, beside the weights, that decide what is written."""
-FLOATS = ("F32", "F16", "BF16")
 ELEMENTS = 1 << 22
 """Weights that are quantised at once."""
 
@@ -119,6 +119,16 @@ class Result:
     """Files that an earlier run had finished."""
 
 
+class _HeadersOnly:
+    """A reader for what needs no weights: zeros of a tensor's shape, in no memory."""
+
+    def read(self, entry: Entry) -> torch.Tensor:
+        return torch.zeros((), dtype=DTYPES[entry.dtype]).expand(entry.shape)
+
+    def close(self) -> None:
+        """See `Reader`."""
+
+
 class Quantizer:
     """One conversion; see `run`."""
 
@@ -126,7 +136,7 @@ class Quantizer:
         """Decide everything that needs no weights.
 
         Raises:
-            CheckpointError: the source is damaged, incomplete or quantised already.
+            CheckpointError: the source is damaged, incomplete or quantised already, or holds a foreign tensor.
             ConfigError: a pattern does not fit, or the target folder holds something else.
         """
         self.source, self.target, self.options = source, target, options
@@ -137,7 +147,8 @@ class Quantizer:
         if target.resolve() == source.resolve():
             raise ConfigError(f"{target} is the source: give another folder to write to")
         self.entries = read_entries(source)
-        self.choices = Choices(self.config, options.format, options.rules)
+        shapes = {name: entry.shape for name, entry in self.entries.items()}
+        self.choices = Choices(self.config, options.format, options.rules, shapes)
         if not any(self.choices.formats.values()):
             raise ConfigError("no layer is left to quantise: " + "; ".join(self.choices.notes or ["all are kept"]))
         self._note_other_parts()
@@ -150,7 +161,7 @@ class Quantizer:
 
     def _note_other_parts(self) -> None:
         """Says what of a multimodal checkpoint is not quantised."""
-        others = [name.removeprefix("model.") for name in self.entries if name.startswith(IGNORED_PREFIXES)]
+        others = [name.removeprefix("model.") for name in self.choices.others]
         if others:
             parts = ", ".join(sorted({name.split(".")[0] for name in others}))
             self.choices.notes.append(
@@ -158,36 +169,34 @@ class Quantizer:
             )
 
     def _find_matrices(self) -> dict[str, Matrix]:
-        """Every linear layer's weight, wherever it is stored. Raises CheckpointError for what is missing or odd."""
+        """Every linear layer's weight, wherever it is stored.
+
+        Raises CheckpointError for every tensor that the loader would refuse by its name, shape or dtype.
+        """
         found = {}
+        loader = SafetensorsSource(self.source, self.config, reader=_HeadersOnly())
         for spec in language_tensors(self.config):
-            if spec.role is not Role.LINEAR:
-                continue
-            rows, columns = spec.shape
-            stored = self.choices.stored(spec.name)
-            entry, first, shape = self.entries.get(stored), 0, spec.shape
-            if entry is None and ".experts." in spec.name:
-                entry, first, shape = self._fused_expert(spec.module, rows, columns)
-            if entry is None:
-                raise CheckpointError(f"{self.source}: tensor {stored} is missing; the checkpoint is incomplete")
-            if entry.dtype not in FLOATS:
-                raise CheckpointError(f"{entry.path}: tensor {entry.name} has dtype {entry.dtype}, expected a float")
-            if entry.shape != shape:
-                raise CheckpointError(
-                    f"{entry.path}: tensor {entry.name} has shape {list(entry.shape)}, but config.json calls for"
-                    f" {list(shape)}"
-                )
-            found[spec.module] = Matrix(spec.module, entry, first, (rows, columns))
+            name, first, shape = spec.name, 0, spec.shape
+            if ".experts." in name and not loader.has(name):
+                name, first, shape = self._fused_expert(spec)
+                if not loader.has(name):
+                    name, shape = spec.name, spec.shape
+            loader.get(name, shape)
+            if spec.role is Role.LINEAR:
+                rows, columns = spec.shape
+                found[spec.module] = Matrix(spec.module, self.entries[loader.stored(name)], first, (rows, columns))
+        loader.finish()
         return found
 
-    def _fused_expert(self, module: str, rows: int, columns: int) -> tuple[Entry | None, int, tuple[int, ...]]:
-        """Where an expert's matrix begins in the tensor of all experts, and that tensor's shape."""
-        prefix, _, rest = module.partition(".experts.")
+    def _fused_expert(self, spec: TensorSpec) -> tuple[str, int, tuple[int, ...]]:
+        """The tensor of all experts, the row where an expert's matrix begins in it, and its shape."""
+        prefix, _, rest = spec.module.partition(".experts.")
         number, _, name = rest.partition(".")
-        fused = self.choices.stored(f"{prefix}.experts.") + ("down_proj" if name == "down_proj" else "gate_up_proj")
+        rows, columns = spec.shape
         height = rows if name == "down_proj" else 2 * rows
         first = int(number) * height + (rows if name == "up_proj" else 0)
-        return self.entries.get(fused), first, (self.config.num_experts, height, columns)
+        fused = f"{prefix}.experts." + ("down_proj" if name == "down_proj" else "gate_up_proj")
+        return fused, first, (self.config.num_experts, height, columns)
 
     def _plan(self) -> Iterator[tuple[Entry, Matrix | None, list[NewTensor]]]:
         """For every stored tensor, layer by layer, what becomes of it: matrices to quantise, or a copy."""
@@ -209,7 +218,8 @@ class Quantizer:
         """Calibrate, quantise, write.
 
         Raises:
-            CheckpointError: a weight or an input of a layer holds NaN or infinity, or a weight cannot be read.
+            CheckpointError: a weight (copied ones too) or an input of a layer holds NaN or infinity, or a weight cannot
+                be read.
             ConfigError: the calibration text is too short, or another run writes to the target folder.
             EnvironmentProblem: the target folder cannot be written, or the disk is full.
         """
@@ -238,10 +248,10 @@ class Quantizer:
 
     def _run(self) -> Result:
         self._prepare_target()
-        if any(choice is Format.NVFP4 for choice in self.choices.formats.values()):
+        if self._calibrated:
             self._statistics = self._calibrate()
         names = shard_names(len(self.shards))
-        done = [name for name in names if (self.target / name).exists()]
+        done = [name for name, shard in zip(names, self.shards, strict=True) if _is_whole(self.target / name, shard)]
         total = sum(tensor.nbytes for shard in self.shards for tensor in shard)
         written = 0
         self.progress("quantising", 0, total)
@@ -280,6 +290,16 @@ class Quantizer:
             "program": f"{__version__} {source_digest()}",
         }
 
+    @property
+    def _calibrated(self) -> bool:
+        return any(choice is Format.NVFP4 for choice in self.choices.formats.values())
+
+    @cached_property
+    def _tokens(self) -> torch.Tensor:
+        """[n, SEQUENCE] int64 of the calibration text."""
+        text = calibration_text(list(self.options.calibration))
+        return calibration_tokens(self.source, text, self.options.calibration_tokens)
+
     def _prepare_target(self) -> None:
         plan, identity = self.target / WORK / "plan.json", self._identity()
         if plan.exists():
@@ -289,43 +309,31 @@ class Quantizer:
                     " text or another version of this program: take those, or remove the folder"
                 )
             return
-        if self.target.exists() and any(self.target.iterdir()):
+        # A run that was killed before it had a plan has left at most the folder for it.
+        if self.target.exists() and any(path.name != WORK for path in self.target.iterdir()):
             raise ConfigError(f"{self.target} exists and is not empty: give a new folder")
+        if self._calibrated:
+            # A text or tokenizer that will not do is refused before the plan binds the folder to it.
+            _ = self._tokens
         plan.parent.mkdir(parents=True, exist_ok=True)
         _write_text(plan, json.dumps(identity))
 
     def _calibrate(self) -> dict[str, InputStatistics]:
-        """Statistics of all layers' inputs, from an earlier run if there was one."""
-        path = self.target / WORK / "calibration.safetensors"
-        if not path.exists():
-            tokens = calibration_tokens(
-                self.source, calibration_text(list(self.options.calibration)), self.options.calibration_tokens
+        """Statistics of all layers' inputs; layers that an earlier run has done are not run again."""
+        try:
+            return calibrate(
+                self.source,
+                self.config,
+                self._tokens,
+                torch.device(self.options.device),
+                lambda done, layers: self.progress("calibrating", done, layers),
+                SavedLayers(self.target / WORK),
             )
-            try:
-                found = calibrate(
-                    self.source,
-                    self.config,
-                    tokens,
-                    torch.device(self.options.device),
-                    lambda done, layers: self.progress("calibrating", done, layers),
-                )
-            except NotFiniteError:
-                # A damaged matrix is named before the layer that it feeds.
-                for matrix in self.matrices.values():
-                    self._matrix_amax(matrix)
-                raise
-            tensors = {}
-            for name, one in found.items():
-                tensors[f"{name}|amax"] = torch.tensor(one.amax)
-                tensors[f"{name}|mean_square"] = one.mean_square.clone()
-            save_file(tensors, path.with_name(path.name + ".part"))
-            path.with_name(path.name + ".part").rename(path)
-        saved = load_file(path)
-        return {
-            name.removesuffix("|amax"): InputStatistics(float(value), saved[name.removesuffix("amax") + "mean_square"])
-            for name, value in saved.items()
-            if name.endswith("|amax")
-        }
+        except NotFiniteError:
+            # A damaged matrix is named before the layer that it feeds.
+            for matrix in self.matrices.values():
+                self._matrix_amax(matrix)
+            raise
 
     def _write_shard(self, path: Path, shard: Sequence[NewTensor], report: Callable[[int], None], before: int) -> None:
         wanted = {tensor.name for tensor in shard}
@@ -351,6 +359,8 @@ class Quantizer:
         size, step = entry.end - entry.start, self.options.elements * 4
         for offset in range(0, size, step):
             data = read_bytes(entry, offset, min(step, size - offset))
+            if entry.dtype in FLOAT_DTYPES and not bool(torch.isfinite(data.view(DTYPES[entry.dtype])).all()):
+                raise CheckpointError(f"{entry.path}: tensor {entry.name} holds NaN or infinity: fetch the file again")
             writer.write(entry.name, memoryview(data.numpy()), offset)  # type: ignore[arg-type]
 
     def _quantise(self, writer: FileWriter, matrix: Matrix, new: list[NewTensor], mine: set[str]) -> None:
@@ -424,6 +434,15 @@ class Quantizer:
         config["quantization_config"] = self.choices.quantization_config()
         _write_text(self.target / "config.json", json.dumps(config, indent=2) + "\n")
         shutil.rmtree(self.target / WORK)
+
+
+def _is_whole(path: Path, shard: Sequence[NewTensor]) -> bool:
+    """Whether an earlier run wrote this file to its end."""
+    header, entries = layout(path, shard)
+    if not path.is_file() or path.stat().st_size != max((e.end for e in entries.values()), default=len(header)):
+        return False
+    with path.open("rb") as handle:
+        return handle.read(len(header)) == header
 
 
 def _write_text(path: Path, text: str) -> None:

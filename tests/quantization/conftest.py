@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sparkinfer_models.random_checkpoint import write_checkpoint
 from sparkinfer_models.real_shapes import shape_config
 
@@ -34,6 +36,47 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> MakeSource:
             config = {**shape_config(shape), **changes}
             write_checkpoint(made[key], config, None, seed=7, threads=1, shard_bytes=shard_bytes)
         return made[key]
+
+    return make
+
+
+OTHERS = {
+    "model.visual.patch_embed.proj.weight": (8, 3, 2, 4, 4),
+    "model.visual.blocks.0.attn.qkv.weight": (24, 8),
+    "model.visual.blocks.0.attn.qkv.bias": (24,),
+    "model.visual.merger.linear_fc1.weight": (16, 16),
+    "mtp.fc.weight": (256, 512),
+    "mtp.layers.0.self_attn.q_proj.weight": (64, 256),
+    "mtp.layers.0.self_attn.k_proj.weight": (32, 256),
+    "mtp.layers.0.self_attn.v_proj.weight": (32, 256),
+    "mtp.layers.0.mlp.experts.0.gate_proj.weight": (64, 256),
+    "mtp.layers.0.mlp.shared_expert.down_proj.weight": (256, 64),
+    "mtp.norm.weight": (256,),
+}
+"""Some tensors of a vision tower and an MTP head, and their shapes."""
+
+
+@pytest.fixture(scope="session")
+def multimodal(source: MakeSource, tmp_path_factory: pytest.TempPathFactory) -> MakeSource:
+    """A source as the language part of a multimodal checkpoint, beside `OTHERS`."""
+    root = tmp_path_factory.mktemp("multimodal")
+
+    def make(shape: str = "toy-dense") -> Path:
+        folder = root / shape
+        if folder.exists():
+            return folder
+        shutil.copytree(source(shape), folder)
+        data = json.loads((folder / "config.json").read_text())
+        name = data.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")
+        outer = {"architectures": [name], "text_config": data, "vision_config": {}}
+        (folder / "config.json").write_text(json.dumps(outer))
+        tensors = {
+            f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: value
+            for name, value in load_file(folder / "model.safetensors").items()
+        }
+        tensors |= {name: torch.ones(size, dtype=torch.bfloat16) for name, size in OTHERS.items()}
+        save_file(tensors, folder / "model.safetensors")
+        return folder
 
     return make
 

@@ -1,9 +1,9 @@
 """Run inside the vLLM environment: what other readers make of our checkpoints.
 
-Usage: oracles_in_vllm.py NVFP4 FP8 MIXED [--run].
+Usage: oracles_in_vllm.py NVFP4 FP8 MIXED [MORE ...] [--run].
 
-Prints one line `RESULT {...}`: compressed-tensors' own unpacking of our codes, vLLM's decision for every layer, and
-what vLLM says when a CPU is asked to run NVFP4 and FP8.
+Prints one line `RESULT {...}`: compressed-tensors' own unpacking of our codes, vLLM's decision for every layer of
+all folders, and what vLLM says when a CPU is asked to run NVFP4 and FP8.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4Config,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
-from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLMBase
+from vllm.model_executor.models import qwen3_5
 
 from sparkinfer.models.config import load_config
-from sparkinfer.models.loader import SafetensorsSource
+from sparkinfer.models.loader import IGNORED_PREFIXES, SafetensorsSource
+from sparkinfer.models.safetensors_file import read_entries
 from sparkinfer.models.tensors import Role, language_tensors
-
-FUSED = Qwen3_5ForCausalLMBase.packed_modules_mapping
 
 
 def compressed_tensors(folder: Path) -> dict[str, float]:
@@ -54,12 +53,12 @@ def compressed_tensors(folder: Path) -> dict[str, float]:
     return {"worst": worst, "count": count, "repacked": repacked}
 
 
-def fused_name(module: str) -> str:
+def fused_name(module: str, mapping: dict[str, list[str]]) -> str:
     """The layer under which vLLM runs a module."""
     if ".experts." in module:
         return module.partition(".experts.")[0] + ".experts"
     parent, _, name = module.rpartition(".")
-    for fused, members in FUSED.items():
+    for fused, members in mapping.items():
         if name in members:
             return f"{parent}.{fused}" if parent else fused
     return module
@@ -67,31 +66,39 @@ def fused_name(module: str) -> str:
 
 def decisions(folder: Path) -> dict[str, object]:
     """Modules for which vLLM decides otherwise than our loader."""
-    config, data = load_config(folder), json.loads((folder / "config.json").read_text())["quantization_config"]
+    config, whole = load_config(folder), json.loads((folder / "config.json").read_text())
+    model, data = getattr(qwen3_5, whole["architectures"][0]), whole["quantization_config"]
     algorithm = data.get("quant_algo")
     kind = {"NVFP4": ModelOptNvFp4Config, "MIXED_PRECISION": ModelOptMixedPrecisionConfig}.get(algorithm, Fp8Config)
     theirs = kind.from_config(data)
-    theirs.packed_modules_mapping = FUSED
+    fused = theirs.packed_modules_mapping = model.packed_modules_mapping
+    mapper = model.hf_to_vllm_mapper.get_rename_mapper()
+    theirs.apply_vllm_mapper(mapper)
+    stored = SafetensorsSource(folder, config).stored
+    # vLLM runs routers without a quantization config whatever the list says.
+    linear = [spec.module for spec in language_tensors(config) if spec.role is Role.LINEAR]
+    schemes = {stored(f"{module}.weight"): config.quantization.scheme_of(module) for module in linear}
+    others = {
+        name: None
+        for name, entry in read_entries(folder).items()
+        if name.startswith(IGNORED_PREFIXES) and len(entry.shape) == 2
+    }
     wrong = []
     count = 0
-    for spec in language_tensors(config):
-        # vLLM runs routers without a quantization config whatever the list says.
-        if spec.role is not Role.LINEAR:
-            continue
-        scheme = config.quantization.scheme_of(spec.module)
-        layer = fused_name(spec.module)
+    for name, scheme in {**schemes, **others}.items():
+        layer = fused_name(mapper.apply_list([name])[0].removesuffix(".weight"), fused)
         if algorithm == "MIXED_PRECISION":
             found = None if theirs.is_layer_excluded(layer) else theirs._resolve_quant_algo(layer)
             same = {None: None, "NVFP4": "nvfp4", "FP8_PB_WO": "fp8"}[found] == (scheme and scheme.format.value)
         elif algorithm == "NVFP4":
             same = theirs.is_layer_excluded(layer) == (scheme is None)
         else:
-            skipped = layer == "lm_head" or is_layer_skipped(layer, theirs.ignored_layers, FUSED)
+            skipped = layer.endswith("lm_head") or is_layer_skipped(layer, theirs.ignored_layers, fused)
             same = skipped == (scheme is None)
         count += 1
         if not same:
-            wrong.append(spec.module)
-    return {"count": count, "wrong": wrong[:10]}
+            wrong.append(layer)
+    return {"count": count, "others": len(others), "wrong": wrong[:10]}
 
 
 def on_a_cpu(folder: Path) -> str:
@@ -107,10 +114,11 @@ def on_a_cpu(folder: Path) -> str:
 
 def main() -> None:
     """Everything, as one line."""
-    nvfp4, fp8, mixed = (Path(name) for name in sys.argv[1:4])
+    folders = [Path(name) for name in sys.argv[1:] if name != "--run"]
+    nvfp4, fp8 = folders[:2]
     result: dict[str, object] = {
         "compressed_tensors": compressed_tensors(nvfp4),
-        "decisions": {str(folder.name): decisions(folder) for folder in (nvfp4, fp8, mixed)},
+        "decisions": {str(folder.name): decisions(folder) for folder in folders},
     }
     if "--run" in sys.argv:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

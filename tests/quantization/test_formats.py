@@ -97,6 +97,19 @@ def test_zeros_have_positive_scales():
         assert torch.equal(parts.dequantise(), value)
 
 
+@pytest.mark.parametrize("least", [1e-36, 1e-39, 1e-42, 1e-45])
+def test_scales_of_the_least_magnitudes_are_positive(least):
+    weight = torch.full((128, 128), least)
+    four, eight = nvfp4.quantise(weight), fp8.quantise(weight)
+    for scale in (four.global_scale, eight.scales, torch.tensor(nvfp4.input_scale_for(least))):
+        assert (scale > 0).all()
+        assert torch.isfinite(scale.reciprocal()).all()
+    for parts in (four, eight):
+        got = parts.dequantise()
+        assert ((got == 0) | (got / least - 1).abs().lt(0.1)).all()
+        assert (got == 0).all() or least > 1e-41
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_unusable_weights_are_refused(bad):
     weight = matrix(128, 128)

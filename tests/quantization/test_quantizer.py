@@ -125,34 +125,59 @@ def test_fused_experts_give_the_same(source, quantise, tmp_path):
         assert all(torch.equal(one[name].float(), two[name].float()) for name in one)
 
 
-def test_multimodal_source_keeps_its_names_and_its_other_parts(source, quantise, text, tmp_path, capsys):
-    folder = tmp_path / "vl"
-    shutil.copytree(source(), folder)
-    data = json.loads((folder / "config.json").read_text())
-    data.pop("architectures")
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": data, "vision_config": {}}
-    (folder / "config.json").write_text(json.dumps(outer))
-    tensors = {
-        ("model.language_model." + name.removeprefix("model.") if name.startswith("model.") else name): value
-        for name, value in all_tensors(folder).items()
-    }
-    tensors |= {"model.visual.blocks.0.weight": torch.ones(3), "mtp.fc.weight": torch.ones(4, 16)}
-    save_file(tensors, folder / "model.safetensors")
+def test_multimodal_source_keeps_its_names_and_its_other_parts(source, multimodal, quantise, text, tmp_path, capsys):
+    folder = multimodal()
     arguments = ["--format", "nvfp4", "--calibration", str(text), "--calibration-tokens", "512"]
     assert cli.main(["quantize", str(folder), str(tmp_path / "q"), *arguments]) == 0
-    said = "note: only the language model is quantised: 2 other tensors (mtp, visual) are copied as they are"
+    said = "note: only the language model is quantised: 11 other tensors (mtp, visual) are copied as they are"
     assert said in capsys.readouterr().err
-    written = all_tensors(tmp_path / "q")
-    assert torch.equal(written["model.visual.blocks.0.weight"], torch.ones(3))
-    assert written["mtp.fc.weight"].dtype == torch.float32
+    before, written = all_tensors(folder), all_tensors(tmp_path / "q")
+    assert torch.equal(
+        written["model.visual.blocks.0.attn.qkv.weight"], before["model.visual.blocks.0.attn.qkv.weight"]
+    )
+    assert written["mtp.fc.weight"].dtype == torch.bfloat16
     assert "model.language_model.layers.0.mlp.up_proj.weight_scale_2" in written
-    ignore = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert {"model.visual", "mtp", "model.language_model.layers.0.linear_attn.in_proj_a"} <= set(ignore)
+    assert {"model.visual*", "mtp*", "model.language_model.layers.0.linear_attn.in_proj_a"} <= set(kept(tmp_path / "q"))
     quantise(source(), tmp_path / "plain")
     one = SafetensorsSource(tmp_path / "q", load_config(tmp_path / "q"))
     two = SafetensorsSource(tmp_path / "plain", load_config(tmp_path / "plain"))
     name, shape = "model.layers.3.self_attn.q_proj.weight", (1024, 256)
     assert torch.equal(one.get(name, shape), two.get(name, shape))
+
+
+def kept(folder):
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return config.get("ignore") or config["modules_to_not_convert"]
+
+
+def test_an_fp8_list_holds_every_copied_layer_by_its_whole_name(multimodal, quantise, tmp_path):
+    quantise(multimodal(), tmp_path / "q", "fp8")
+    assert kept(tmp_path / "q")[-8:] == [
+        "model.visual.blocks.0.attn.qkv",
+        "model.visual.merger.linear_fc1",
+        "mtp.fc",
+        "mtp.layers.0.mlp.experts",
+        "mtp.layers.0.mlp.shared_expert.down_proj",
+        *(f"mtp.layers.0.self_attn.{name}_proj" for name in "kqv"),
+    ]
+
+
+def test_a_text_only_source_lists_the_other_parts_that_it_has(source, quantise, tmp_path):
+    folder = changed(source(), tmp_path / "mtp", {"mtp.fc.weight": torch.ones(4, 16)})
+    quantise(folder, tmp_path / "nvfp4")
+    quantise(folder, tmp_path / "fp8", "fp8")
+    assert kept(tmp_path / "nvfp4")[-1] == "mtp*"
+    assert kept(tmp_path / "fp8")[-1] == "mtp.fc"
+    quantise(source(), tmp_path / "plain")
+    assert "mtp*" not in kept(tmp_path / "plain")
+
+
+def changed(folder, target, tensors):
+    """A copy with some tensors put in, or left out (None)."""
+    shutil.copytree(folder, target)
+    found = {name: value for name, value in {**all_tensors(target), **tensors}.items() if value is not None}
+    save_file(found, target / "model.safetensors")
+    return target
 
 
 def test_tied_embeddings_stay_one_tensor_in_16_bits(source, quantise, tmp_path):
@@ -342,7 +367,83 @@ def test_inputs_that_are_not_finite_are_refused_by_module(source, quantise, tmp_
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.layers\.2\.linear_attn\.in_proj_qkv: its inputs are NaN"):
         quantise(folder, tmp_path / "q")
-    assert not list((tmp_path / "q").glob(".quantize/calibration*"))
+    saved = sorted(path.name for path in (tmp_path / "q" / ".quantize").glob("calibration-0*"))
+    assert saved == ["calibration-000.safetensors", "calibration-001.safetensors"]
+
+
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({NORM: None}, r"tensor model\.norm\.weight is missing"),
+        ({NORM: torch.ones(3)}, r"tensor model\.norm\.weight has shape \[3\]"),
+        ({HEAD: torch.ones(512, 256, dtype=torch.uint8)}, r"tensor lm_head\.weight has dtype U8"),
+        ({"model.layers.0.foo": torch.ones(3)}, r"tensor model\.layers\.0\.foo has no place"),
+        ({"model.layers.0.mlp.up_proj.weight": None}, r"tensor model\.layers\.0\.mlp\.up_proj\.weight is missing"),
+    ],
+)
+def test_what_is_merely_copied_must_be_loadable_too(source, quantise, tmp_path, tensors, message):
+    folder = changed(source(), tmp_path / "bad", tensors)
+    with pytest.raises(CheckpointError, match=message):
+        quantise(folder, tmp_path / "q", "fp8")
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize("name", [HEAD, "mtp.fc.weight"])
+def test_nan_in_a_copied_tensor_is_refused(source, quantise, tmp_path, name):
+    tensor = torch.ones(480, 256, dtype=torch.bfloat16)
+    tensor[-1, -1] = float("nan")
+    folder = changed(source(), tmp_path / "bad", {name: all_tensors(source()).get(name, tensor) * tensor[-1, -1]})
+    with pytest.raises(CheckpointError, match=f"tensor {name} holds NaN or infinity"):
+        quantise(folder, tmp_path / "q", "fp8")
+    assert not list((tmp_path / "q").glob("*.safetensors*"))
+
+
+def test_a_run_that_was_killed_before_its_plan(source, quantise, tmp_path):
+    (tmp_path / "q" / ".quantize").mkdir(parents=True)
+    (tmp_path / "q" / ".quantize" / "plan.json.part").write_text("{")
+    assert quantise(source(), tmp_path / "q", "fp8").resumed == 0
+
+
+def test_a_file_that_is_not_whole_is_written_again(source, tmp_path):
+    options = Options(format=Format.FP8)
+    Quantizer(source(), tmp_path / "whole", options).run()
+    Quantizer(source(), tmp_path / "q", options)._prepare_target()
+    whole = (tmp_path / "whole" / "model.safetensors").read_bytes()
+    for content in (b"", whole[:-1], b"\0" * len(whole)):
+        (tmp_path / "q" / "model.safetensors").write_bytes(content)
+        unfinished = Quantizer(source(), tmp_path / "q", options)
+        unfinished._finish = lambda: None
+        assert unfinished.run().resumed == 0
+    assert Quantizer(source(), tmp_path / "q", options).run().resumed == 1
+    assert digests(tmp_path / "q") == digests(tmp_path / "whole")
+
+
+def test_another_text_can_follow_one_that_was_too_short(source, quantise, tmp_path):
+    (tmp_path / "short.txt").write_text("w1 w2")
+    with pytest.raises(ConfigError, match="fewer than one sequence"):
+        quantise(source(), tmp_path / "q", calibration=(tmp_path / "short.txt",))
+    quantise(source(), tmp_path / "q")
+
+
+def test_a_calibration_goes_on_after_its_last_layer(source, text, tmp_path):
+    options = Options(format=Format.NVFP4, calibration=(text,), calibration_tokens=512)
+    Quantizer(source(), tmp_path / "whole", options).run()
+    done = []
+
+    def stop(what, layer, _):
+        done.append((what, layer))
+        if done[-1] == ("calibrating", 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Quantizer(source(), tmp_path / "q", options, stop).run()
+    done.clear()
+    Quantizer(source(), tmp_path / "q", options, lambda what, layer, _: done.append((what, layer))).run()
+    assert [layer for what, layer in done if what == "calibrating"] == [3, 4]
+    assert digests(tmp_path / "q") == digests(tmp_path / "whole")
 
 
 def test_no_tokenizer(source, quantise, tmp_path):
