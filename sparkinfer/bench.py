@@ -27,6 +27,7 @@ from sparkinfer.engine.build_gpu import gpu_options
 from sparkinfer.errors import ConfigError
 from sparkinfer.identity import engine_digest
 from sparkinfer.models.config import load_config
+from sparkinfer.models.hub import HUB, resolve_model
 from sparkinfer.output import require_file, write_text
 from sparkinfer.runner.gpu_runner import GpuRunner
 from sparkinfer.runner.gpu_sizes import PassLimits
@@ -83,7 +84,9 @@ GPU_PREFILL = "1024,8192,32x1024"
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Flags that say what is loaded where."""
-    parser.add_argument("model", metavar="MODEL", type=Path, help="model folder (only config.json with a dummy load)")
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help=f"folder (only config.json with a dummy load), or {HUB}"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32 (default %(default)s)")
     parser.add_argument("--load-format", default="auto", help="auto, or dummy for random weights (default %(default)s)")
@@ -229,9 +232,10 @@ def _row(phase: str, requests: int, tokens_each: int, per_step: int, times: list
 def open_for(options: argparse.Namespace, sequences: int, longest: int) -> tuple[ModelRunner | GpuRunner, _Load]:
     """A runner with room for `sequences` requests of `longest` tokens, and what drives it.
 
-    Raises ConfigError when a length exceeds the model's positions.
+    Raises ConfigError when a length exceeds the model's positions, and what `resolve_model` and `load_config` raise.
     """
-    config = load_config(options.model)
+    folder = resolve_model(str(options.model))
+    config = load_config(folder)
     capacity = -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
     if longest > config.max_positions:
         raise ConfigError(
@@ -240,7 +244,7 @@ def open_for(options: argparse.Namespace, sequences: int, longest: int) -> tuple
         )
     chunk = max(8192, capacity)
     runner = open_runner(
-        options.model,
+        folder,
         device=options.device,
         dtype=options.dtype,
         max_num_seqs=sequences,

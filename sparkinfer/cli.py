@@ -12,11 +12,11 @@ import sparkinfer
 from sparkinfer.arguments import seed, temperature
 from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
+from sparkinfer.models.hub import HUB
 from sparkinfer.settings import Settings, default_text, flag_name, resolve
 from sparkinfer.settings_check import env_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-HUB = "OWNER/NAME@COMMIT of the Hugging Face hub"
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 

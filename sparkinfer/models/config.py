@@ -60,6 +60,8 @@ class ModelConfig:
     shared_intermediate_size: int
     quantization: Quantization | None = field(default=None, compare=False)
     """Which modules are quantised, and how; None when none is."""
+    dtype_named: bool = field(default=True, compare=False)
+    """Whether config.json says the dtype."""
 
     @property
     def num_layers(self) -> int:
@@ -173,7 +175,8 @@ def parse_config(
         fields.require(flag, wanted, wanted)
     fields.require("mamba_ssm_dtype", "float32", "float32")
     rotary_dim, theta = _rotary(fields)
-    dtype = text.get("dtype") or text.get("torch_dtype") or data.get("dtype") or data.get("torch_dtype") or "bfloat16"
+    named = text.get("dtype") or text.get("torch_dtype") or data.get("dtype") or data.get("torch_dtype")
+    dtype = named or "bfloat16"
     if dtype not in DTYPES:
         raise fields.fail("dtype", f"is {dtype!r}; supported: {', '.join(DTYPES)}")
     moe = ARCHITECTURES[name]
@@ -206,6 +209,7 @@ def parse_config(
         moe_intermediate_size=fields.integer("moe_intermediate_size") if moe else 0,
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size") if moe else 0,
         quantization=_quantization(quantization, where, multimodal, layers) if quantization else None,
+        dtype_named=bool(named),
     )
     _check_shape(config, fields)
     return config

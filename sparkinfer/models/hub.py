@@ -8,6 +8,8 @@ from pathlib import Path
 
 from sparkinfer.errors import CheckpointError, ConfigError, EnvironmentProblem
 
+HUB = "OWNER/NAME@COMMIT of the Hugging Face hub"
+"""How a help text calls a model that is no folder."""
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)@(?P<revision>[^/@]+)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")

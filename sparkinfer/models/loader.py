@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +21,8 @@ from sparkinfer.errors import CheckpointError
 from sparkinfer.models.config import ModelConfig
 from sparkinfer.models.dummy import DummySource
 from sparkinfer.models.reader import Reader, load_order, make_reader, unit_of
-from sparkinfer.models.safetensors_file import DTYPES, Entry, read_entries
+from sparkinfer.models.safetensors_file import DTYPES, Entry, dtype_name, read_entries
+from sparkinfer.models.tensors import language_tensors
 from sparkinfer.quantization import fp8, nvfp4
 from sparkinfer.quantization.fp8 import Fp8BlockParts
 from sparkinfer.quantization.nvfp4 import Nvfp4Parts
@@ -28,13 +30,22 @@ from sparkinfer.quantization.schemes import Format, Scheme
 
 log = logging.getLogger(__name__)
 
-FLOAT_DTYPES = ("F32", "F16", "BF16")
+SIXTEEN_BIT = ("BF16", "F16")
+FLOAT_DTYPES = ("F32", *SIXTEEN_BIT)
 IGNORED_PREFIXES = ("mtp.", "model.visual.", "visual.")
 """Parts of a checkpoint that plain text decoding does not use: the multi-token-prediction head, the vision tower."""
 IGNORED_SUFFIXES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
-"""Scales of a quantised KV cache: the cache keeps the model's dtype."""
+"""Scales of a quantised KV cache, which this engine's does not use."""
 CHECKS_AT_ONCE = 256
-"""Scales of so many modules are looked at before the host waits for the device."""
+"""So many tensors are looked at before the host waits for the device."""
+PIECES = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Bytes that are searched for NaN at once: on a CPU they stay in its cache, on a GPU the copy stays small."""
+FP32_MAX = torch.finfo(torch.float32).max
+BAD_SCALE = (
+    "a scale that is NaN, infinite, negative, zero or so large that its products overflow: the checkpoint is damaged or"
+    " was not calibrated"
+)
+BAD_WEIGHT = "NaN: the checkpoint is damaged"
 
 
 SecondLook = Callable[[], bool]
@@ -77,12 +88,14 @@ class SafetensorsSource:
         self._started = time.perf_counter()
         self._quantization = config.quantization
         self._dtype = getattr(torch, config.dtype)
-        self._entries = read_entries(folder)
         self._rename = "model.language_model." if config.multimodal else "model."
+        self._tied = config.tie_word_embeddings
+        self._entries = read_entries(folder, self.stored(next(iter(language_tensors(config))).name))
         self._used: set[str] = set()
         language = [entry for name, entry in self._entries.items() if not name.startswith(IGNORED_PREFIXES)]
+        self._floats, self._floats_by = _float_dtypes(config, language)
         self._reader = reader or make_reader(sorted(language, key=load_order), torch.device(device))
-        self._checks: list[tuple[str, torch.Tensor, SecondLook | None]] = []
+        self._checks: list[tuple[str, torch.Tensor, SecondLook | None, str]] = []
         self._unit = ""
 
     def stored(self, name: str) -> str:
@@ -115,7 +128,7 @@ class SafetensorsSource:
         parts = self.quantised(name, shape)
         if parts is not None:
             return parts.dequantise(self._dtype)
-        return self._read(self.stored(name), shape, FLOAT_DTYPES, "config.json calls for {}")
+        return self._read(self.stored(name), shape, None, "config.json calls for {}")
 
     def quantised(self, name: str, shape: tuple[int, ...] | None = None) -> Nvfp4Parts | Fp8BlockParts | None:
         """See `WeightSource`."""
@@ -149,6 +162,7 @@ class SafetensorsSource:
         weight = self._part(name, scheme.weight)
         logical = self._logical(weight, shape)
         values = self._read(weight, logical, ("F8_E4M3",))
+        self._check_later(weight, _no_nan(values), problem=BAD_WEIGHT)
         candidates = [self._part(name, suffix) for suffix in scheme.scales]
         scale = next((one for one in candidates if one in self._entries), candidates[0])
         blocks = (*logical[:-2], fp8.blocks_of(logical[-2]), fp8.blocks_of(logical[-1]))
@@ -156,7 +170,7 @@ class SafetensorsSource:
         # ModelOpt writes the block's own dimensions too, as ones.
         stored = (blocks[0], 1, blocks[1], 1) if entry is not None and len(entry.shape) == 4 else blocks
         scales = self._read(scale, stored, ("F32", "BF16")).float().reshape(blocks)
-        self._check_later(scale, (torch.isfinite(scales) & (scales > 0)).all())
+        self._check_later(scale, _usable(scales, fp8.E4M3_MAX).all())
         return Fp8BlockParts(values, scales)
 
     def _logical(self, weight: str, shape: tuple[int, ...] | None, halved: bool = False) -> tuple[int, ...]:
@@ -191,17 +205,19 @@ class SafetensorsSource:
         self,
         stored: str,
         shape: tuple[int, ...],
-        dtypes: tuple[str, ...],
+        dtypes: tuple[str, ...] | None,
         wanted: str = "its module's shape and format call for {}",
     ) -> torch.Tensor:
-        """A tensor of this shape and one of these dtypes."""
+        """A tensor of this shape and one of these dtypes; None: those of what is not quantised."""
         entry = self._entry(stored)
-        if entry.dtype not in dtypes:
-            hint = "" if dtypes == FLOAT_DTYPES else ", as quantization_config says of its module"
-            more = "; quantization_config does not say that it is quantised" if dtypes == FLOAT_DTYPES else ""
-            raise CheckpointError(
-                f"{entry.path}: tensor {stored} has dtype {entry.dtype}, expected {' or '.join(dtypes)}{hint}{more}"
-            )
+        if entry.dtype not in (dtypes or self._floats):
+            hint = ", as quantization_config says of its module"
+            if dtypes is None and entry.dtype in FLOAT_DTYPES:
+                hint = f", since {self._floats_by}: the file is damaged, or set `dtype` in config.json"
+            elif dtypes is None:
+                hint = "; quantization_config does not say that it is quantised"
+            expected = " or ".join(dtypes or self._floats)
+            raise CheckpointError(f"{entry.path}: tensor {stored} has dtype {entry.dtype}, expected {expected}{hint}")
         if entry.shape != shape:
             raise CheckpointError(
                 f"{entry.path}: tensor {stored} has shape {list(entry.shape)}, but {wanted.format(list(shape))}"
@@ -210,11 +226,16 @@ class SafetensorsSource:
         return self._reader.read(entry)
 
     def _scalar(self, stored: str, reciprocal: bool) -> torch.Tensor:
-        """A positive fp32 scalar; files have it as [] or [1]."""
+        """A positive fp32 scalar, by which the largest products of codes and block scales are finite.
+
+        Files have it as [] or [1].
+        """
         shape = self._entry(stored).shape
         value = self._read(stored, (1,) if shape == (1,) else (), ("F32",)).reshape(())
-        self._check_later(stored, torch.isfinite(value) & (value > 0))
-        return value.reciprocal() if reciprocal else value
+        # The reciprocal of a number that small is infinite.
+        value = value.reciprocal() if reciprocal else value
+        self._check_later(stored, _usable(value, nvfp4.E4M3_MAX * nvfp4.E2M1_MAX))
+        return value
 
     def _check_block_scales(self, stored: str, scales: torch.Tensor, packed: torch.Tensor) -> None:
         """Refuse NaN and negative block scales, and a zero one unless its block is all zeros."""
@@ -234,8 +255,10 @@ class SafetensorsSource:
             good = (least >= 1) & (most <= 0x7E)
         self._check_later(stored, good, but_for_zeros)
 
-    def _check_later(self, stored: str, good: torch.Tensor, second: SecondLook | None = None) -> None:
-        """Refuse the scales `stored` unless `good` or `second` says so; a device is asked for many answers at once.
+    def _check_later(
+        self, stored: str, good: torch.Tensor, second: SecondLook | None = None, problem: str = BAD_SCALE
+    ) -> None:
+        """Refuse the tensor `stored` unless `good` or `second` says so; a device is asked for many answers at once.
 
         A second look holds the layer's tensors: at the end of a layer all its checks are made, so that the device does
         not keep the buffers of several.
@@ -243,39 +266,39 @@ class SafetensorsSource:
         if unit_of(stored) != self._unit:
             self._check_now()
             self._unit = unit_of(stored)
-        self._checks.append((stored, good, second))
+        self._checks.append((stored, good, second, problem))
         if good.device.type == "cpu" or len(self._checks) >= CHECKS_AT_ONCE:
             self._check_now()
 
     def _check_now(self) -> None:
         checks, self._checks = self._checks, []
-        if not checks or bool(torch.stack([good for _, good, _ in checks]).all()):
+        if not checks or bool(torch.stack([good for _, good, _, _ in checks]).all()):
             return
-        for stored, good, second in checks:
+        for stored, good, second, problem in checks:
             if not good and not (second is not None and second()):
-                raise CheckpointError(
-                    f"{self._entries[stored].path}: tensor {stored} holds a scale that is NaN, infinite, negative or"
-                    " zero: the checkpoint is damaged or was not calibrated"
-                )
+                raise CheckpointError(f"{self._entries[stored].path}: tensor {stored} holds {problem}")
 
     def finish(self) -> None:
         """See `WeightSource`."""
         self._check_now()
         self._reader.close()
         rest = sorted(set(self._entries) - self._used)
+        parts = [name for name in rest if name.startswith(IGNORED_PREFIXES)]
+        scales = [name for name in rest if name.endswith(IGNORED_SUFFIXES) and not name.startswith(IGNORED_PREFIXES)]
         # A tied model may store its output matrix all the same.
-        ignored = [name for name in rest if name.startswith(IGNORED_PREFIXES) or name.endswith(IGNORED_SUFFIXES)]
-        tied = [name for name in rest if name.startswith("lm_head.")]
-        foreign = sorted(set(rest) - set(ignored) - set(tied) - self._spare(rest))
+        tied = [name for name in rest if self._tied and name.startswith("lm_head.")]
+        foreign = sorted(set(rest) - {*parts, *scales, *tied} - self._spare(rest))
         if foreign:
             more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
             raise CheckpointError(
                 f"{self._entries[foreign[0]].path}: tensor {foreign[0]}{more} has no place in the model that"
                 " config.json describes"
             )
-        if ignored:
-            parts = sorted({name.removeprefix("model.").split(".")[0] for name in ignored})
-            log.info("serving the language model only: %d tensors not loaded (%s)", len(ignored), ", ".join(parts))
+        if parts:
+            names = ", ".join(sorted({name.removeprefix("model.").split(".")[0] for name in parts}))
+            log.info("serving the language model only: %d tensors not loaded (%s)", len(parts), names)
+        if scales:
+            log.info("KV cache scales not loaded: %d; this engine's cache does not use them", len(scales))
         size = sum(self._entries[name].end - self._entries[name].start for name in self._used)
         seconds = time.perf_counter() - self._started
         highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -287,6 +310,36 @@ class SafetensorsSource:
         used = {name.rpartition(".")[0] for name in self._used}
         suffixes = ("input_scale", "input_global_scale")
         return {name for name in rest if name.endswith(suffixes) and name.rpartition(".")[0] in used}
+
+
+def _float_dtypes(config: ModelConfig, entries: Iterable[Entry]) -> tuple[tuple[str, ...], str]:
+    """What tensors that are not quantised may be stored as, and what says so.
+
+    A 16-bit one of the other kind would be read as garbage of the right size. fp32 goes with each: published 16-bit
+    checkpoints have it for norms and the like.
+    """
+    if config.dtype_named:
+        own = dtype_name(getattr(torch, config.dtype))
+        return tuple(dict.fromkeys((own, "F32"))), f"config.json names the dtype {config.dtype}"
+    sizes: Counter[str] = Counter()
+    for entry in entries:
+        if entry.dtype in SIXTEEN_BIT:
+            sizes[entry.dtype] += entry.end - entry.start
+    return (*(kind for kind, _ in sizes.most_common(1)), "F32"), "most of the checkpoint is"
+
+
+def _usable(scales: torch.Tensor, largest: float) -> torch.Tensor:
+    """Where a scale is positive and its product with a number up to `largest` finite. NaN fails both."""
+    return (scales > 0) & (scales <= FP32_MAX / largest)
+
+
+def _no_nan(values: torch.Tensor) -> torch.Tensor:
+    """[] bool: no e4m3 code is NaN (0x7f, 0xff). Does not wait for a device."""
+    codes = values.view(torch.uint8).reshape(-1)
+    pieces = codes.split(PIECES["cpu" if codes.device.type == "cpu" else "cuda"])
+    if codes.device.type == "cpu":
+        return torch.tensor(all((piece.numpy() & 0x7F).max() < 0x7F for piece in pieces if len(piece)))
+    return torch.stack([piece.bitwise_and(0x7F).max() < 0x7F for piece in pieces]).all()
 
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")

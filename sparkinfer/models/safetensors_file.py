@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import reprlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -51,15 +52,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return {value: name for name, value in DTYPES.items()}[dtype]
 
 
-def read_entries(folder: Path) -> dict[str, Entry]:
+def read_entries(folder: Path, first: str | None = None) -> dict[str, Entry]:
     """All tensors of a checkpoint folder by name.
+
+    `first` is one that should be there: an error names it where the damaged file does not tell a name.
 
     Raises:
         CheckpointError: a shard is missing, truncated or malformed, or disagrees with the index; names the tensor.
     """
     found: dict[str, Entry] = {}
-    for path, names in list(_shards(folder)):
-        header = read_header(path, names)
+    for path, names in list(_shards(folder, first)):
+        header = read_header(path, names, first)
         extra = sorted(set(header) - set(names)) if names is not None else []
         if extra:
             raise CheckpointError(
@@ -70,13 +73,13 @@ def read_entries(folder: Path) -> dict[str, Entry]:
     return found
 
 
-def _shards(folder: Path) -> Iterable[tuple[Path, list[str] | None]]:
+def _shards(folder: Path, first: str | None) -> Iterable[tuple[Path, list[str] | None]]:
     """The weight files, each with the tensors that the index expects in it (None: no index, take what is there)."""
     index = folder / INDEX
     if not index.exists():
         single = folder / SINGLE
         if not single.exists():
-            raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+            raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}: {_called(first)} cannot be read")
         yield single, None
         return
     weight_map = read_json(index).get("weight_map")
@@ -89,36 +92,55 @@ def _shards(folder: Path) -> Iterable[tuple[Path, list[str] | None]]:
         path = folder / file
         if Path(file).name != file:
             raise CheckpointError(f"{index}: tensor {names[0]} is placed in {file!r}, outside the folder")
-        if not path.exists():
+        try:
+            path.stat()
+        except FileNotFoundError:
             raise CheckpointError(
                 f"{path} does not exist, but the index places tensor {names[0]} there: fetch the shard"
-            )
+            ) from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{index}: tensor {names[0]} is placed in {file!r}, no usable file: {error}"
+            ) from error
         yield path, names
 
 
-def read_header(path: Path, names: Sequence[str] | None = None) -> dict[str, Entry]:
+def _called(name: str | None) -> str:
+    """A tensor that an error is about."""
+    return "any tensor" if name is None else f"tensor {name}"
+
+
+def read_header(path: Path, names: Sequence[str] | None = None, first: str | None = None) -> dict[str, Entry]:
     """The tensors of one file, checked against its length and against the `names` that an index expects.
 
+    `first` as in `read_entries`, where there is no index.
+
     Raises:
-        CheckpointError: the file is truncated or malformed, or lacks one of `names`.
+        CheckpointError: the file cannot be read, is truncated or malformed, or lacks one of `names`.
     """
-    wanted = names[0] if names else "any tensor"
-    if not path.is_file():
-        raise CheckpointError(f"{path} is no file: {wanted} cannot be read")
-    size = path.stat().st_size
-    with path.open("rb") as handle:
-        prefix = handle.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if 8 + length > size:
-            raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes): {wanted} cannot be read")
-        try:
-            header = json.loads(handle.read(length), object_pairs_hook=_unique)
-            header.pop("__metadata__", None)
-            entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path} has a malformed safetensors header ({error}): {wanted} cannot be read"
-            ) from error
+    wanted = _called(names[0] if names else first)
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no file: {wanted} cannot be read")
+        with path.open("rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            prefix = handle.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+            if 8 + length > size:
+                raise CheckpointError(
+                    f"{path} is truncated or no safetensors file ({size} bytes): {wanted} cannot be read"
+                )
+            text = handle.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {wanted} cannot be read: {error}") from error
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+        header.pop("__metadata__", None)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} has a malformed safetensors header ({error}): {wanted} cannot be read"
+        ) from error
+    entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
     for entry in entries.values():
         if entry.end > size:
             raise CheckpointError(f"{path} is truncated at {size} bytes: tensor {entry.name} is incomplete")
@@ -153,12 +175,19 @@ def _check_apart(path: Path, entries: dict[str, Entry]) -> None:
             )
 
 
-def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> Entry:
-    start, end = (int(offset) for offset in value["data_offsets"])
-    shape = tuple(int(size) for size in value["shape"])
-    if start < 0 or end < start or min(shape, default=0) < 0:
-        raise ValueError(f"tensor {name} has offsets {start} to {end} and shape {list(shape)}")
-    return Entry(name, str(value["dtype"]), shape, path, base + start, base + end)
+def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
+    """Raises CheckpointError unless `value` has a dtype, a shape and the two offsets."""
+    try:
+        dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        good = all(type(number) is int and number >= 0 for number in (*shape, start, end)) and start <= end
+    except (ValueError, KeyError, TypeError):
+        good = False
+    if not good or not isinstance(dtype, str):
+        raise CheckpointError(
+            f"{path} has a malformed safetensors header: tensor {name} is {reprlib.repr(value)}, expected dtype, shape"
+            " and data_offsets: fetch the file again"
+        )
+    return Entry(name, dtype, shape, path, base + start, base + end)
 
 
 @dataclass(frozen=True, slots=True)

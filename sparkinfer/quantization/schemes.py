@@ -56,6 +56,10 @@ PACKED_A16 = Scheme(
     Format.NVFP4, "weight_packed", ("weight_scale",), "weight_global_scale", "input_global_scale", False, True
 )
 FP8_BLOCK = Scheme(Format.FP8, "weight", ("weight_scale_inv", "weight_scale"))
+PACKED_FORMATS = {Format.NVFP4: ("nvfp4-pack-quantized",), Format.FP8: ("float-quantized", "naive-quantized")}
+"""What compressed-tensors calls the layouts that are read here."""
+MIXED_FORMAT = "mixed-precision"
+"""Its format of a checkpoint whose groups name their own."""
 MODELOPT_ALGORITHMS = {"NVFP4": NVFP4, "W4A16_NVFP4": NVFP4_A16, "FP8_PB_WO": FP8_BLOCK}
 
 
@@ -152,12 +156,17 @@ def _modelopt(data: dict[str, Any], where: str) -> Quantization:
         if not isinstance(group, dict):
             raise CheckpointError(f"{where}: config_groups.{key} is {group!r}, expected an object")
     _check_group_size(inner.get("group_size"), algorithm, where)
-    for group in groups.values():
+    scheme = MODELOPT_ALGORITHMS.get(algorithm)
+    for key, group in groups.items():
         weights = group.get("weights")
-        _check_group_size(weights.get("group_size") if isinstance(weights, dict) else None, algorithm, where)
+        if isinstance(weights, dict):
+            _check_group_size(weights.get("group_size"), algorithm, where)
+            if scheme is not None:
+                _check_bits(
+                    weights, 4 if scheme.format is Format.NVFP4 else 8, algorithm, f"{where}: config_groups.{key}"
+                )
     if algorithm == "MIXED_PRECISION":
         return _mixed(inner, ignore, where)
-    scheme = MODELOPT_ALGORITHMS.get(algorithm)
     if scheme is None:
         raise CheckpointError(
             f"{where}: quant_algo {inner.get('quant_algo')!r} is not supported; supported:"
@@ -171,6 +180,16 @@ def _modelopt(data: dict[str, Any], where: str) -> Quantization:
 def _check_group_size(size: object, algorithm: str, where: str) -> None:
     if size not in (None, 16) and "NVFP4" in algorithm:
         raise CheckpointError(f"{where}: group_size {size!r} is not supported for NVFP4, only 16 is")
+
+
+def _check_bits(weights: Mapping[str, Any], bits: int, algorithm: str, at: str) -> None:
+    """Weights that say another number than their format has."""
+    found, kind = weights.get("num_bits"), weights.get("type")
+    if found not in (None, bits) or kind not in (None, "float"):
+        raise CheckpointError(
+            f"{at}: weights of {found!r} bits, type {kind!r} contradict quant_algo {algorithm}, which is"
+            f" {bits}-bit float: export the checkpoint again"
+        )
 
 
 def _mixed(inner: dict[str, Any], ignore: NameList, where: str) -> Quantization:
@@ -198,6 +217,8 @@ def _fp8(data: dict[str, Any], where: str) -> Quantization:
         raise CheckpointError(
             f"{where}: activation_scheme is {data['activation_scheme']!r}; only 'dynamic' goes with blocks"
         )
+    if data.get("fmt") not in (None, "e4m3"):
+        raise CheckpointError(f"{where}: fmt is {data['fmt']!r}; only 'e4m3' is supported: export the checkpoint in it")
     # No engine reads a quantised output matrix under this method, whether the list names it or not.
     names = ["lm_head", *_names(data, ("ignored_layers", "modules_to_not_convert"), where)]
     return Quantization("fp8", [(None, FP8_BLOCK)], _name_list(names, where))
@@ -207,6 +228,7 @@ def _compressed_tensors(data: dict[str, Any], where: str) -> Quantization:
     groups = data.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"{where}: `config_groups` is missing or empty")
+    _check_no_more(data, where)
     rules: list[tuple[NameList | None, Scheme]] = []
     for key, group in groups.items():
         at = f"{where}: config_groups.{key}"
@@ -214,11 +236,37 @@ def _compressed_tensors(data: dict[str, Any], where: str) -> Quantization:
             raise CheckpointError(f"{at} has no `weights`")
         targets = _names(group, ("targets",), at)
         scheme = _group_scheme(group, at)
+        if group.get("format") not in (None, *PACKED_FORMATS[scheme.format]):
+            raise CheckpointError(
+                f"{at}: format {group['format']!r} is not supported for {scheme.format.name} weights; supported:"
+                f" {', '.join(PACKED_FORMATS[scheme.format])}"
+            )
         rules.append((None if "Linear" in targets else _name_list(targets, at), scheme))
     # A list of names goes before the class of all linear layers.
     rules.sort(key=lambda rule: rule[0] is None)
     ignore = _name_list(_names(data, ("ignore",), where), where)
     return Quantization(f"compressed-tensors {data.get('format')}", rules, ignore)
+
+
+def _check_no_more(data: dict[str, Any], where: str) -> None:
+    """Refuse what compressed-tensors does to weights besides quantising them, and layouts that are not read here."""
+    known = [name for names in PACKED_FORMATS.values() for name in names]
+    if data.get("format") not in (None, MIXED_FORMAT, *known):
+        raise CheckpointError(
+            f"{where}: format {data['format']!r} is not supported; supported: {', '.join(known)}, {MIXED_FORMAT}:"
+            " save the checkpoint compressed"
+        )
+    transform = data.get("transform_config")
+    if transform and transform != {"config_groups": {}}:
+        raise CheckpointError(
+            f"{where}: transform_config is not supported: its rotations would be left out; quantise without transforms"
+        )
+    sparsity = data.get("sparsity_config")
+    kind = sparsity.get("format") if isinstance(sparsity, dict) else sparsity
+    if sparsity and kind != "dense":
+        raise CheckpointError(
+            f"{where}: sparsity_config of format {kind!r} is not supported, only 'dense': save the weights uncompressed"
+        )
 
 
 def _group_scheme(group: dict[str, Any], at: str) -> Scheme:

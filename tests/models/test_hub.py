@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from sparkinfer_eval.accuracy.engines import parse_spec
 
+from sparkinfer import bench, profiling
 from sparkinfer.errors import CheckpointError, EnvironmentProblem
+from sparkinfer.models import hub
 from sparkinfer.models.hub import resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -65,3 +71,28 @@ def test_an_endpoint_that_answers_nothing_is_one_line(endpoint, code, text):
     assert result.returncode == code
     assert text in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def fetched(checkpoint, monkeypatch):
+    """A hub id, and the folder it is fetched into."""
+    folder, _ = checkpoint("dense")
+    monkeypatch.setattr(hub, "_fetch", lambda *given: {("owner/name", COMMIT): folder}[given])
+    return f"owner/name@{COMMIT}", folder
+
+
+@pytest.mark.parametrize("program", [bench, profiling])
+def test_steps_of_a_model_of_the_hub(fetched, program, tmp_path):
+    arguments = ["--decode", "1", "--context", "9", "--prefill", "9", "--steps", "1", "--json", str(tmp_path / "f")]
+    assert program.main([fetched[0], *arguments]) == 0
+    assert json.loads((tmp_path / "f").read_text())["model"] == f"name@{COMMIT}"
+
+
+def test_other_programs_take_models_of_the_hub(fetched, monkeypatch, capsys):
+    name, folder = fetched
+    assert parse_spec(f"transformers:{name},dtype=float32").folder == folder
+    monkeypatch.setattr(sys, "argv", ["measure_load.py", name])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(Path(__file__).parents[2] / "models/measure_load.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] > 10

@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from sparkinfer.errors import CheckpointError
 from sparkinfer.models.config import load_config, parse_config
 from sparkinfer.models.loader import open_source
+from sparkinfer.models.safetensors_file import read_entries
 
 
 @pytest.fixture
@@ -189,11 +191,13 @@ def test_missing_shard_is_refused_with_a_tensor(copy, make_driver):
 def test_no_weights_at_all(copy, make_driver):
     folder = copy()
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError, match=rf"neither model\.safetensors nor .*: tensor {EMBEDDING} cannot"):
         make_driver(folder)
 
 
 NORM = "model.layers.1.input_layernorm.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +206,13 @@ NORM = "model.layers.1.input_layernorm.weight"
         (lambda t: t.pop(NORM), f"{NORM} is missing"),
         (lambda t: t.update({NORM: torch.zeros(7)}), rf"{NORM} has shape \[7\], but config.json calls for \[48\]"),
         (lambda t: t.update({NORM: torch.zeros(48, dtype=torch.int8)}), f"{NORM} has dtype I8"),
+        (
+            lambda t: t.update({DOWN: t[DOWN].half()}),
+            f"{DOWN} has dtype F16, expected F32, since config.json names the dtype float32: the file is damaged",
+        ),
         (lambda t: t.update({"model.layers.9.extra": torch.zeros(2)}), r"model\.layers\.9\.extra has no place"),
+        (lambda t: t.update({"lm_head.bias": torch.zeros(2)}), r"lm_head\.bias has no place"),
+        (lambda t: t.update({"lm_head.weight_scale_inv": torch.zeros(2, 2)}), r"lm_head\.weight_scale_inv has no pl"),
     ],
 )
 def test_wrong_tensors_are_refused_by_name(copy, make_driver, change, message):
@@ -212,6 +222,34 @@ def test_wrong_tensors_are_refused_by_name(copy, make_driver, change, message):
         make_driver(folder)
 
 
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float16, torch.float32])
+def test_only_the_checkpoint_s_own_16_bit_type_is_taken(copy, make_driver, prompt, own, named):
+    folder = copy()
+    edit_config(folder, dtype=str(own).removeprefix("torch.") if named else ...)
+    # Published checkpoints have fp32 for norms and decays.
+    edit_tensors(folder, lambda t: t.update({n: v.to(own) for n, v in t.items() if n != NORM and "A_log" not in n}))
+    assert torch.isfinite(logits(make_driver, folder, prompt)).all()
+    for other in {torch.bfloat16, torch.float16} - {own}:
+        # As after one changed word of the header: the bytes stay.
+        edit_tensors(folder, lambda t, other=other: t.update({DOWN: t[DOWN].to(torch.float16).view(other)}))
+        if own == torch.float32 and not named:
+            # The only 16-bit tensor: nothing contradicts it.
+            make_driver(folder)
+            continue
+        with pytest.raises(
+            CheckpointError, match=rf"{DOWN} has dtype B?F16, expected .*, or set `dtype` in config\.json"
+        ):
+            make_driver(folder)
+
+
+def test_a_tied_checkpoint_may_hold_its_output_matrix(copy, make_driver):
+    folder = copy()
+    edit_config(folder, tie_word_embeddings=True)
+    assert "lm_head.weight" in load_file(folder / "model.safetensors")
+    make_driver(folder)
+
+
 def test_truncated_file_is_refused_with_the_tensor(copy, make_driver):
     folder = copy()
     path = folder / "model.safetensors"
@@ -219,12 +257,41 @@ def test_truncated_file_is_refused_with_the_tensor(copy, make_driver):
     path.write_bytes(data[:-10])
     with pytest.raises(CheckpointError, match=r"truncated at \d+ bytes: tensor [\w.]+ is incomplete"):
         make_driver(folder)
+    # No name can be read there: one that config.json calls for is given.
     path.write_bytes(data[:100])
-    with pytest.raises(CheckpointError, match="truncated"):
+    with pytest.raises(CheckpointError, match=rf"truncated or no .*: tensor {EMBEDDING} cannot be read"):
         make_driver(folder)
     path.write_bytes(struct.pack("<Q", 4) + b"oops")
-    with pytest.raises(CheckpointError, match="malformed safetensors header"):
+    with pytest.raises(CheckpointError, match=rf"malformed safetensors header .*: tensor {EMBEDDING} cannot be read"):
         make_driver(folder)
+
+
+@pytest.mark.parametrize("file", ["a" * 400, "a\0b", "."])
+def test_a_shard_s_name_that_no_file_can_have(copy, file):
+    folder = copy()
+    shard(folder)
+    index = folder / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    data["weight_map"][NORM] = file
+    index.write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=NORM):
+        read_entries(folder)
+
+
+def test_a_shard_that_cannot_be_opened(copy, monkeypatch):
+    folder = copy()
+    parts = shard(folder)
+    file, members = next(iter(parts.items()))
+    real = Path.open
+
+    def closed(self, *arguments, **options):
+        if self.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", closed)
+    with pytest.raises(CheckpointError, match=rf"{file}: tensor {members[0]} cannot be read: .*Permission denied"):
+        read_entries(folder)
 
 
 def test_index_that_names_an_absent_tensor(copy, make_driver):

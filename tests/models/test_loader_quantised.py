@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -215,6 +216,9 @@ DAMAGES = [
     ("nvfp4", set_value(f"{UP}.weight_scale_2", (), float("nan")), rf"{UP}\.weight_scale_2 holds a scale"),
     ("nvfp4", set_value(f"{UP}.weight_scale_2", (), 0.0), rf"{UP}\.weight_scale_2 holds a scale"),
     ("nvfp4", set_value(f"{UP}.input_scale", (), float("inf")), rf"{UP}\.input_scale holds a scale"),
+    # Finite, but not times the largest code and block scale.
+    ("nvfp4", set_value(f"{UP}.weight_scale_2", (), 3e38), rf"{UP}\.weight_scale_2 holds a scale"),
+    ("nvfp4", set_value(f"{UP}.input_scale", (), -1.0), rf"{UP}\.input_scale holds a scale"),
     ("fp8", lambda t: t.pop(f"{UP}.weight_scale_inv"), rf"{UP}\.weight_scale_inv is missing"),
     (
         "fp8",
@@ -228,6 +232,9 @@ DAMAGES = [
     ),
     ("fp8", set_value(f"{UP}.weight_scale_inv", (1, 1), float("nan")), rf"{UP}\.weight_scale_inv holds a scale"),
     ("fp8", set_value(f"{UP}.weight_scale_inv", (1, 1), 0.0), rf"{UP}\.weight_scale_inv holds a scale"),
+    ("fp8", set_value(f"{UP}.weight_scale_inv", (1, 1), 1e38), rf"{UP}\.weight_scale_inv holds a scale"),
+    ("fp8", set_value(f"{UP}.weight", (511, 255), 0x7F), rf"{UP}\.weight holds NaN"),
+    ("fp8", set_value(f"{UP}.weight", (0, 0), 0xFF), rf"{UP}\.weight holds NaN"),
     ("fp8", lambda t: t.update({f"{UP}.weight": torch.zeros(SHAPE)}), rf"{UP}\.weight has dtype F32, expected F8_E4M3"),
     (
         "nvfp4",
@@ -254,6 +261,8 @@ PACKED_DAMAGES = [
     (set_value(f"{UP}.weight_global_scale", 0, float("nan")), rf"{UP}\.weight_global_scale holds a scale that is NaN"),
     # Its reciprocal would be infinite.
     (set_value(f"{UP}.weight_global_scale", 0, 0.0), rf"{UP}\.weight_global_scale holds a scale"),
+    (set_value(f"{UP}.weight_global_scale", 0, 1e-40), rf"{UP}\.weight_global_scale holds a scale"),
+    (set_value(f"{UP}.input_global_scale", 0, 1e-37), rf"{UP}\.input_global_scale holds a scale"),
     (set_value(f"{UP}.input_global_scale", 0, float("inf")), rf"{UP}\.input_global_scale holds a scale"),
     (
         lambda t: t.update({f"{UP}.weight_packed": torch.zeros(512, 128, dtype=torch.int8)}),
@@ -323,7 +332,10 @@ def test_header_whose_sizes_do_not_add_up(copy):
 def test_kv_cache_scales_are_left_out(copy, caplog):
     folder = copy()
     edit(folder, lambda t: t.update({"model.layers.3.self_attn.k_proj.k_scale": torch.ones(())}))
-    load_all(opened(folder), load_config(folder))
+    with caplog.at_level(logging.INFO):
+        load_all(opened(folder), load_config(folder))
+    assert "KV cache scales not loaded: 1;" in caplog.text
+    assert "language model only" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["bf16", "nvfp4"])
@@ -402,7 +414,13 @@ def tensor(start, stop, shape="[16]"):
     ("text", "message"),
     [
         ("[" * 200_000, "malformed safetensors header"),
-        (f'{{"a":{tensor(0, 32, "[1e999]")}}}', "malformed safetensors header"),
+        (f'{{"b":{tensor(0, 32, "[1e999]")}}}', "malformed safetensors header: tensor b is .* expected dtype, shape"),
+        (f'{{"b":{tensor(0, 32, "[[16]]")}}}', "tensor b is "),
+        (f'{{"b":{tensor(0, "1e999")}}}', "tensor b is "),
+        ('{"b":{"dtype":"F16","shape":[16],"data_offsets":[1]}}', "tensor b is "),
+        ('{"b":{"dtype":"F16","data_offsets":[0,32]}}', "tensor b is "),
+        ('{"b":{"dtype":null,"shape":[16],"data_offsets":[0,32]}}', "tensor b is "),
+        ('{"b":null}', "tensor b is None, expected"),
         (f'{{"a":{tensor(0, 32)},"a":{tensor(32, 64)}}}', "a is there twice"),
         (f'{{"a":{tensor(0, 32)},"b":{tensor(16, 48)}}}', "tensors a and b share bytes"),
     ],
@@ -440,5 +458,5 @@ def test_checks_do_not_keep_layers_alive(written):
     for layer in range(6):
         for part in ("q_proj", "k_proj"):
             source._check_later(f"model.layers.{layer}.self_attn.{part}.weight_scale", Good(), lambda: True)
-            held.append({name.split(".")[2] for name, _, _ in source._checks})
+            held.append({name.split(".")[2] for name, *_ in source._checks})
     assert held == [{str(layer)} for layer in range(6) for _ in range(2)]

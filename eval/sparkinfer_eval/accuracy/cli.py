@@ -21,6 +21,7 @@ from typing import Any
 from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.identity import engine_digest, model_digest
+from sparkinfer.models.hub import HUB, resolve_model
 from sparkinfer.output import require_file, write_text
 from sparkinfer_eval.check_program import (
     DIFFERENCE,
@@ -59,9 +60,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--json", metavar="F", type=Path, help="write rows and figures as JSON there")
     top.add_argument("--record", metavar="F", type=Path, help="keep ENGINE_A's scores, for scores:F later")
     top.add_argument(
-        "--tokenizer", metavar="MODEL", type=Path, help="tokenizer's folder (default: a named model folder)"
+        "--tokenizer", metavar="MODEL", help=f"tokenizer's folder or {HUB} (default: that of a named model)"
     )
-    top.add_argument("--model", metavar="MODEL", type=Path, help="model folder that the JSON names by digest")
+    top.add_argument("--model", metavar="MODEL", help=f"model folder, or {HUB}, that the JSON names by digest")
     top.add_argument("--model-a", metavar="NAME", help="model to ask server A for (default: the first it lists)")
     top.add_argument("--model-b", metavar="NAME", help="model to ask server B for")
     top.add_argument("--method", choices=METHODS, default="auto", help="how servers score a text (default %(default)s)")
@@ -169,7 +170,7 @@ def _task(options: argparse.Namespace, engines: list[Scorer], folder: Path | Non
     for engine in engines:
         if isinstance(engine, Recorded):
             return engine.task
-    tokenizer = options.tokenizer or folder
+    tokenizer = resolve_model(options.tokenizer) if options.tokenizer else folder
     if tokenizer is None:
         raise ConfigError("which tokenizer? give --tokenizer MODEL, the folder of the model that is served")
     context = min([options.context + options.answer_tokens] + [e.context for e in engines if e.context is not None])
@@ -192,7 +193,8 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
     for name in ("limit", "answer_tokens"):
         if getattr(options, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0")
-    folder: Path | None = options.model or next((spec.folder for spec in specs if spec.folder), None)
+    named = next((spec.folder for spec in specs if spec.folder), None)
+    folder = resolve_model(options.model) if options.model else named
     context = options.context + options.answer_tokens
     names: list[tuple[Spec, str | None]] = list(zip(specs, (options.model_a, options.model_b), strict=False))
     with contextlib.ExitStack() as stack:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from sparkinfer.errors import ConfigError
+from sparkinfer.errors import CheckpointError, ConfigError
 from sparkinfer.identity import model_digest
+from sparkinfer.models.hub import resolve_model
 from sparkinfer_eval.server_probe import require_url
 
 from .held_out import Task
@@ -31,6 +32,7 @@ SPEC_HELP = (
     "this engine in this process (also ," + "=S ,".join(SETTINGS) + "=S: settings of docs/settings.md); "
     "transformers:MODEL[,dtype=T][,device=D]; vllm:MODEL[,dtype=T]: vLLM, started here; "
     "release:MODEL[,tag=REVISION][,dtype=T]: this engine as it was at the last release or another git revision; "
+    "MODEL is a folder or a hub id, OWNER/NAME@COMMIT; "
     "each with ,form=16bit: a quantised checkpoint's 16-bit form, written for the purpose; "
     "scores:FILE: what --record kept"
 )
@@ -64,7 +66,12 @@ class Scorer(Protocol):
 
 
 def parse_spec(text: str) -> Spec:
-    """Read an engine's name. Raises ConfigError for one that is not understood."""
+    """Read an engine's name; a model of the hub is fetched.
+
+    Raises:
+        ConfigError: it is not understood, or names no model.
+        EnvironmentProblem: its model cannot be fetched.
+    """
     if text.startswith(("http://", "https://")):
         require_url(text)
         return Spec("server", text.rstrip("/").removesuffix("/v1"))
@@ -85,12 +92,14 @@ def parse_spec(text: str) -> Spec:
             raise ConfigError(f"engine {text!r}: form {value!r} is not known: the only one is {SIXTEEN_BIT}")
         options[name] = value
     try:
-        there = (Path(target) / "config.json").is_file()
-    except OSError as error:
-        raise ConfigError(f"engine {text[:80]!r}: no model folder ({error.strerror})") from error
+        folder = resolve_model(target)
+        there = (folder / "config.json").is_file()
+    except (CheckpointError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"engine {text[:80]!r}: not a model folder ({reason})") from error
     if not there:
         raise ConfigError(f"engine {text!r}: {target} is not a model folder (no config.json)")
-    return Spec(kind, target, options)
+    return Spec(kind, str(folder), options)
 
 
 @contextmanager
