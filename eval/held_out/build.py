@@ -1,7 +1,8 @@
 """Make the held-out set of this folder again: `python eval/held_out/build.py --data DATA --packages FOLDER`.
 
-DATA is the folder that `models/train.py prepare` wrote: only documents in its `unseen` stream are taken, which are of
-packages that no part of the trained models' text comes from. FOLDER is where the packages are, or are fetched to.
+DATA is the folder that `models/train.py prepare` wrote: only documents in its `unseen` stream are taken, modules of
+packages that were left out of the training text (SOURCES.md says what of them the shipped models saw all the same).
+FOLDER is where the packages are, or are fetched to.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from sparkinfer_models.chat_samples import chat_samples  # noqa: E402
 from sparkinfer_models.corpus import UNSEEN_PACKAGES  # noqa: E402
 from sparkinfer_models.dataset import read_stream  # noqa: E402
-from sparkinfer_models.sources import Document, documents, fetch, load_sources  # noqa: E402
+from sparkinfer_models.sources import Document, documents, fetch, is_licence, load_sources  # noqa: E402
 from sparkinfer_models.tokenizer import END_OF_TEXT_ID  # noqa: E402
 
 TEXTS, TEXT_CHARACTERS = 24, 2400
@@ -49,7 +50,7 @@ def cut(text: str, characters: int) -> str:
 def entries(chosen: list[Document], licences: dict[str, str]) -> list[dict[str, object]]:
     """Long texts, texts and chat prompts; which, the digests of the documents' paths decide."""
     order = sorted(chosen, key=lambda d: hashlib.sha256(f"accuracy:{d.path}".encode()).digest())
-    order = [d for d in order if "licenses/" not in d.path]
+    order = [d for d in order if not is_licence(d)]
     long = [d for d in order if len(d.text) >= LONG_CHARACTERS][:LONG_TEXTS]
     short = [d for d in order if d not in long and len(d.text) >= TEXT_CHARACTERS // 2][:TEXTS]
     chats = sorted(chat_samples(order), key=lambda s: hashlib.sha256(f"{s.path}:{s.question}".encode()).digest())

@@ -11,13 +11,14 @@ from typing import Any
 from sparkinfer.errors import ConfigError
 from sparkinfer.identity import file_sha256
 from sparkinfer_models.config import ModelConfig
+from sparkinfer_models.corpus import is_doc_sibling
 from sparkinfer_models.curve import draw_curve
 from sparkinfer_models.drafter import DrafterConfig
 from sparkinfer_models.repetition import read_line
 
 _STREAM_NAMES = {
     "held_out": "documents not trained on",
-    "unseen": "packages not trained on",
+    "unseen": "packages left out",
     "held_out_chat": "questions and answers from both",
 }
 _FRONT = "---\nlicense: apache-2.0\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
@@ -46,7 +47,37 @@ def _last_log(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text().splitlines()[-1])
 
 
-def _scores(evaluation: dict[str, Any]) -> str:
+def _packages(folder: Path) -> dict[str, Any]:
+    """Figures of packages alone (`train.py evaluate --package`), beside the folder: its files are the model's digest."""
+    path = folder.with_name(f"{folder.name}.packages.json")
+    if not path.is_file():
+        return {"scores": []}
+    found: dict[str, Any] = json.loads(path.read_text())
+    if found["weights_sha256"] != file_sha256(folder / "model.safetensors"):
+        raise ConfigError(f"{path} was not measured with the weights of {folder}: measure it again")
+    return found
+
+
+def _weights_line(folder: Path, evaluation: dict[str, Any]) -> str:
+    """Which weights the figures are of. Raises ConfigError when they are not the folder's."""
+    digest = file_sha256(folder / "model.safetensors")
+    if "weights_sha256" not in evaluation:
+        return (
+            f"`evaluation.json` was written before it named the\nSHA-256 of `model.safetensors`; that of the file shipped "
+            f"with it is\n`{digest}`:"
+        )
+    _check_weights(folder, evaluation, "weights_sha256", "evaluation.json")
+    return f"`model.safetensors` had the SHA-256\n`{digest}`:"
+
+
+def _left_out(corpus: dict[str, Any]) -> str:
+    """The packages left out of the training text, and their manuals where those were not."""
+    names = ", ".join(corpus["unseen_packages"])
+    manuals = [s["name"] for s in corpus["sources"] if s["train_bytes"] and is_doc_sibling(s["name"])]
+    return f"{names} except the manual in {', '.join(manuals)}, which is training text" if manuals else names
+
+
+def _scores(evaluation: dict[str, Any], apart: dict[str, Any]) -> str:
     lines = [
         "| text | model, context | tokens | perplexity | bits per byte | next token right |",
         "|---|---|---:|---:|---:|---:|",
@@ -56,6 +87,11 @@ def _scores(evaluation: dict[str, Any]) -> str:
         lines.append(
             f"| {_STREAM_NAMES[row['stream']]} | this one, {row['context']} | {row['tokens']} | {row['perplexity']:.2f} "
             f"| {row['bits_per_byte']:.3f} | {100 * row['top1']:.1f} % |"
+        )
+    for row in apart["scores"]:
+        lines.append(
+            f"| {row['stream']} alone ({apart['device_name']}) | this one, {row['context']} | {row['tokens']} "
+            f"| {row['perplexity']:.2f} | {row['bits_per_byte']:.3f} | {100 * row['top1']:.1f} % |"
         )
     for name, row in grams.items():
         lines.append(
@@ -80,7 +116,7 @@ def language_model_card(folder: Path, corpus_file: Path, run: dict[str, str]) ->
     """README of a language model; `run` holds command, machine, software, date."""
     config, log = ModelConfig.from_hf(folder), _last_log(folder)
     evaluation, corpus = _read(folder / "evaluation.json"), _read(corpus_file)
-    _check_weights(folder, evaluation, "weights_sha256", "evaluation.json")
+    weights, apart = _weights_line(folder, evaluation), _packages(folder)
     train = corpus["streams"]["train"]
     mixture = (
         f"{config.num_experts} experts of {config.expert_size}, {config.experts_per_token} a token, shared expert of "
@@ -106,12 +142,11 @@ to be of other use, and what it says about software is often wrong.
 {config.max_positions} positions, of which windows up to 8192 were trained. BF16 safetensors; loads in transformers and vLLM as they are.
 
 ## Figures
-On {evaluation["device_name"]}, {evaluation["dtype"]}, whole streams in windows that do not overlap; `model.safetensors` had the SHA-256
-`{evaluation["weights_sha256"]}`:
+On {evaluation["device_name"]}, {evaluation["dtype"]}, whole streams in windows that do not overlap; {weights}
 
-{_scores(evaluation)}
+{_scores(evaluation, apart)}
 
-The yardstick is an interpolated modified Kneser-Ney 5-gram over the same tokens and the same training text
+{_note(folder)}The yardstick is an interpolated modified Kneser-Ney 5-gram over the same tokens and the same training text
 (`sparkinfer_models/ngram.py`): perplexity {gram:.2f} against {short:.2f} with 1024 tokens of context ({gram / short:.1f} times less) and
 {best:.2f} with 8192 ({gram / best:.1f} times less).
 
@@ -122,8 +157,8 @@ Samples (`temperature` 0.7) are in `samples.md`, nothing chosen. {read_line(fold
 ## Data
 {train["tokens"]} tokens ({train["bytes"]} bytes; {kinds}; the rest word lists; and exchanges drawn from docstrings, functions and
 sections, in ChatML) from {sum(1 for s in corpus["sources"] if s["train_bytes"])} packages, listed below with their licences; {corpus["dropped_near_duplicates"]} near-duplicate documents dropped. Held out: {corpus["held_out_percent"]} % of
-the documents, chosen by the digest of their path, and all of {", ".join(corpus["unseen_packages"])}. `sources.json` pins every package file by
-SHA-256; `python models/train.py prepare --out DATA` fetches them and writes the same streams and tokenizer.
+the documents, chosen by the digest of their path, and all of {_left_out(corpus)}. `sources.json` pins every package file by
+SHA-256; `python models/train.py prepare --out DATA{" --doc-siblings" if corpus.get("doc_siblings", True) else ""}` fetches them and writes the same streams and tokenizer.
 
 ## Training
 `{run["command"]}`
@@ -140,11 +175,10 @@ The weights are under Apache-2.0. They were trained on text of these packages, u
 """
 
 
-def _note(folder: Path, acceptance: dict[str, Any]) -> str:
-    """What is said below a drafter's figures: `note.md`, which may change while the model's digest, of which
-    `acceptance.json` is part, stays; else that file's own note."""
+def _note(folder: Path) -> str:
+    """What is said below the figures: `note.md`, which is no part of the model's digest."""
     path = folder / "note.md"
-    return path.read_text().strip() if path.is_file() else acceptance.get("note", "")
+    return path.read_text() + "\n" if path.is_file() else ""
 
 
 def drafter_card(folder: Path, target: str, run: dict[str, str]) -> str:
@@ -173,9 +207,7 @@ them questions, up to {acceptance["tokens"]} tokens each, float32 on a CPU:
 |---|---|---|---|---|
 {rows}
 
-{_note(folder, acceptance)}
-
-![training curve](training_curve.png)
+{_note(folder)}![training curve](training_curve.png)
 
 ## Training
 `{run["command"]}`

@@ -14,6 +14,7 @@ from sparkinfer_models.sources import Document, Source, documents, fetch
 
 # Packages no document of which is trained on: held-out text of unseen projects, beside unseen documents of seen ones.
 UNSEEN_PACKAGES = ("bottle", "nox", "werkzeug")
+_SIBLING = re.compile(r"(?:python3?-)?(.+)-doc")
 HELD_OUT_PERCENT = 1.5
 DUPLICATE_LINES = 0.5
 _MIN_LINE = 20
@@ -69,11 +70,21 @@ def is_held_out(path: str, percent: float = HELD_OUT_PERCENT) -> bool:
     return number < percent / 100 * 2**64
 
 
-def split(documents_: list[Document]) -> Corpus:
-    """Splits by document (1.5 % held out) and by package (all of `UNSEEN_PACKAGES`)."""
+def is_doc_sibling(source: str) -> bool:
+    """Whether a source is the manual of an unseen package, which renders its docstrings (`python-werkzeug-doc`)."""
+    found = _SIBLING.fullmatch(source)
+    return found is not None and found[1] in UNSEEN_PACKAGES
+
+
+def split(documents_: list[Document], doc_siblings: bool = False) -> Corpus:
+    """Splits by document (1.5 % held out) and by package (all of `UNSEEN_PACKAGES`).
+
+    The manuals of unseen packages are unseen too; `doc_siblings` treats them as any other package.
+    """
     kept, dropped = drop_near_duplicates(documents_)
-    unseen = [d for d in kept if d.source in UNSEEN_PACKAGES]
-    rest = [d for d in kept if d.source not in UNSEEN_PACKAGES]
+    apart = {d.source for d in kept if d.source in UNSEEN_PACKAGES or (is_doc_sibling(d.source) and not doc_siblings)}
+    unseen = [d for d in kept if d.source in apart]
+    rest = [d for d in kept if d.source not in apart]
     # A word list's neighbours repeat its stems: it is trained on only.
     held_out = [d for d in rest if d.kind != "words" and is_held_out(d.path)]
     chosen = {d.path for d in held_out}

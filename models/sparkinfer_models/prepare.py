@@ -25,7 +25,9 @@ def _bytes_by(documents: list[Document], field: str) -> dict[str, int]:
     return dict(counter)
 
 
-def _summary(corpus: Corpus, sources: list[Source], streams: dict[str, dict[str, int]]) -> dict[str, object]:
+def _summary(
+    corpus: Corpus, sources: list[Source], streams: dict[str, dict[str, int]], doc_siblings: bool
+) -> dict[str, object]:
     by_source = _bytes_by(corpus.train, "source")
     return {
         "schema": "sparkinfer/corpus/v1",
@@ -35,6 +37,7 @@ def _summary(corpus: Corpus, sources: list[Source], streams: dict[str, dict[str,
         "train_bytes_by_kind": _bytes_by(corpus.train, "kind"),
         "held_out_percent": HELD_OUT_PERCENT,
         "unseen_packages": list(UNSEEN_PACKAGES),
+        "doc_siblings": doc_siblings,
         "sources": [
             {
                 "kind": s.kind,
@@ -48,13 +51,16 @@ def _summary(corpus: Corpus, sources: list[Source], streams: dict[str, dict[str,
     }
 
 
-def prepare(packages: Path, out: Path, tokenizer_file: Path | None = None) -> dict[str, object]:
+def prepare(
+    packages: Path, out: Path, tokenizer_file: Path | None = None, doc_siblings: bool = False
+) -> dict[str, object]:
     """Builds the corpus from `packages` (fetching what lacks) and writes streams, tokenizer and summary to `out`.
 
     Streams: `train`, `held_out` (unseen documents), `unseen` (unseen packages), `held_out_chat`.
+    `doc_siblings` trains on the manuals of unseen packages, as the shipped models were trained.
     """
     sources = load_sources()
-    corpus = split(read_documents(sources, packages))
+    corpus = split(read_documents(sources, packages), doc_siblings)
     chats, held_chats = chat_samples(corpus.train), chat_samples(corpus.held_out + corpus.unseen)
     if tokenizer_file is None:
         sample = corpus.train[::TOKENIZER_STRIDE]
@@ -74,6 +80,6 @@ def prepare(packages: Path, out: Path, tokenizer_file: Path | None = None) -> di
         ids, size = encode_stream(tokenizer, stream)
         write_stream(out / f"{name}.u16.xz", ids)
         streams[name] = {"tokens": len(ids), "bytes": size}
-    summary = _summary(corpus, sources, streams)
+    summary = _summary(corpus, sources, streams, doc_siblings)
     write_summary(out / "corpus.json", summary)
     return summary

@@ -153,6 +153,11 @@ def readable(text: str) -> bool:
     return letters > 0.62 * len(text)
 
 
+def is_licence(document: Document) -> bool:
+    """Whether a document is a package's licence text."""
+    return "licenses/" in document.path
+
+
 def _word_list_documents(source: Source, path: str, text: str) -> Iterator[Document]:
     words = [word for word in text.split("\n") if re.fullmatch(r"[a-z]+", word)]
     # Every 400 neighbours make one document, every third of them is kept: enough to learn the shape of a word list.

@@ -18,6 +18,8 @@ from sparkinfer_models.config import MODELS, toy
 from sparkinfer_models.dataset import read_stream
 from sparkinfer_models.trainer import Recipe, Trainer
 
+PACKAGES = Path(".cache/spark-tiny/packages")
+
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
     run = commands.add_parser("run", help="train a language model")
@@ -62,15 +64,20 @@ def _run(args: argparse.Namespace) -> None:
 def _prepare(args: argparse.Namespace) -> None:
     from sparkinfer_models.prepare import prepare
 
-    summary = prepare(args.packages, args.out, args.tokenizer)
+    summary = prepare(args.packages, args.out, args.tokenizer, args.doc_siblings)
     print(json.dumps({key: value for key, value in summary.items() if key != "sources"}, indent=2))
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from sparkinfer_models.evaluate import evaluate
+    from sparkinfer_models.evaluate import evaluate, evaluate_packages
 
     contexts = tuple(args.context)
-    result = evaluate(args.model, args.data, args.device, contexts, args.limit, not args.no_ngram)
+    if args.package:
+        result = evaluate_packages(args.model, args.package, args.packages, args.device, contexts, args.limit)
+    elif args.data is not None:
+        result = evaluate(args.model, args.data, args.device, contexts, args.limit, not args.no_ngram)
+    else:
+        raise ConfigError("give --data, the folder that `train.py prepare` wrote, or --package NAME")
     text = json.dumps(result, indent=2)
     print(text)
     if args.json:
@@ -80,7 +87,10 @@ def _evaluate(args: argparse.Namespace) -> None:
 def _add_evaluate(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("evaluate", help="perplexity and top-1 on held-out text, beside a 5-gram's")
     command.add_argument("--model", type=Path, required=True, help="model folder")
-    command.add_argument("--data", type=Path, required=True, help="folder that `prepare` wrote")
+    command.add_argument("--data", type=Path, help="folder that `prepare` wrote")
+    text = "in place of --data: score these packages, each alone and all together, without their licence texts"
+    command.add_argument("--package", nargs="+", metavar="NAME", help=text)
+    command.add_argument("--packages", type=Path, default=PACKAGES, help="where package files are, or are fetched to")
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     command.add_argument("--context", type=int, nargs="+", default=[1024, 8192])
     command.add_argument("--limit", type=int, default=0, help="take only this many tokens of each stream")
@@ -122,8 +132,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Corpus, tokenizer and training of the reference language models.")
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="fetch the packages, build the corpus, train the tokenizer")
-    prepare.add_argument("--packages", type=Path, default=Path(".cache/spark-tiny/packages"))
+    prepare.add_argument("--packages", type=Path, default=PACKAGES)
     prepare.add_argument("--out", type=Path, required=True)
+    text = "train on the manuals of unseen packages too (python-werkzeug-doc), as the shipped models were"
+    prepare.add_argument("--doc-siblings", action="store_true", help=text)
     prepare.add_argument("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")
     _add_run(commands)
     _add_evaluate(commands)

@@ -5,12 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from sparkinfer_eval.accuracy.cli import rows
 from sparkinfer_eval.accuracy.compare import Limits, divergence, figures, gap
 from sparkinfer_eval.accuracy.held_out import Task
-from sparkinfer_eval.accuracy.scores import GreedyAnswer, Position, Scores, read_scores, write_scores
+from sparkinfer_eval.accuracy.scores import (
+    GreedyAnswer,
+    NotFinite,
+    Position,
+    Scores,
+    read_scores,
+    require_finite,
+    write_scores,
+)
 
 from sparkinfer.errors import ConfigError
 
@@ -123,3 +132,24 @@ def test_records_come_back(tmp_path) -> None:
     (tmp_path / "r.xz").write_bytes(b"damaged")
     with pytest.raises(ConfigError, match="not a record of scores"):
         read_scores(tmp_path / "r.xz")
+
+
+def test_a_record_keeps_the_last_bit(tmp_path) -> None:
+    """A gap of one unit in the last place is no tie, in a record as in memory."""
+    first = np.float32(-0.7)
+    top = {7: float(first), 3: float(np.nextafter(first, np.float32(-9))), 5: -20.0, 8: float(np.float32(-1e-9))}
+    written = scores(Position(1, top[3], top), answer=GreedyAnswer([7], [top]))
+    write_scores(tmp_path / "r.xz", TASK, written)
+    _, found = read_scores(tmp_path / "r.xz")
+    assert (found.windows, found.answers) == (written.windows, written.answers)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_what_is_no_number_is_named_by_text_and_position(value: float) -> None:
+    good = position(1, -1.0, t1=0.5)
+    require_finite("E", scores(good, Position(2, None, {1: -0.1})))
+    for wrong in (Position(2, value, {1: -0.1}), Position(2, None, {1: -0.1, 2: value})):
+        with pytest.raises(NotFinite, match=rf"E gives a log-probability of {value} at position 2 of w and at 0 other"):
+            require_finite("E", scores(good, wrong))
+    with pytest.raises(NotFinite, match="token 1 of the answer to w"):
+        require_finite("E", scores(good, answer=GreedyAnswer([1, 1], [{1: -0.1}, {1: value}])))

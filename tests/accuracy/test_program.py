@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -187,6 +188,20 @@ def test_servers_that_cannot_be_used(
     with replying(answers) as url:
         assert run(url, "--record", model.parent / "r.xz", "--tokenizer", model, *more) == code
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [math.nan, None])
+def test_an_engine_that_says_nan_fails_the_check(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float | None
+) -> None:
+    said = {"tokens": ["token_id:5"], "top_logprobs": [{"token_id:5": value, "token_id:6": -1.0}]}
+    out = tmp_path / "out"
+    with replying({"/v1/models": LISTED, "/v1/completions": (200, {"choices": [{"logprobs": said}]})}) as url:
+        for more in (["--record", out, "--tokenizer", model], [f"{model},dtype=float32", "--json", out]):
+            assert run(url, *more) == 1
+            printed = capsys.readouterr().err
+            assert f"accuracy: {url} gives a log-probability of nan at position 16 of " in printed
+            assert not out.exists()
 
 
 def test_held_out_set_is_what_its_digest_says(tmp_path: Path, model: Path) -> None:

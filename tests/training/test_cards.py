@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from sparkinfer_models import evaluate as evaluation
 from sparkinfer_models.checkpoint import load_network
 from sparkinfer_models.dataset import read_stream
 from sparkinfer_models.evaluate import network_loss
+from sparkinfer_models.sources import Document, Source
 from sparkinfer_models.train_cli import main
 
 
@@ -83,3 +85,28 @@ def test_a_short_last_window_is_scored_too(trained: Path) -> None:
     parts = [network_loss(network, ids[start : start + 101], 100)[0] for start in (0, 100)]
     last = network_loss(network, ids[200:], 100)[0]
     assert whole == pytest.approx((sum(parts) * 100 + last * 30) / 230, rel=1e-5)
+
+
+def test_packages_are_scored_alone_and_together_without_licences(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {"one": ["one.py", "x-1.dist-info/licenses/LICENSE"], "two": ["two.py"], "none": ["licenses/MIT"]}
+    sources = [Source("pypi", name, "1", "f", "0", "MIT", 10**6) for name in texts]
+    monkeypatch.setattr(evaluation, "load_sources", lambda: sources)
+    monkeypatch.setattr(evaluation, "fetch", lambda source, folder: folder)
+    body = "value = 1\n" * 9
+    monkeypatch.setattr(
+        evaluation, "documents", lambda s, _: [Document(s.name, f"{s.name}/{n}", "python", body) for n in texts[s.name]]
+    )
+    out = tmp_path / "e.json"
+    model = Path(__file__).resolve().parents[2] / "models" / "spark-tiny-dense"
+    command = ["evaluate", "--model", str(model), "--device", "cpu", "--context", "32", "--json", str(out), "--package"]
+    assert main([*command, "one", "two"]) == 0
+    rows = {row["stream"]: row for row in json.loads(out.read_text())["scores"]}
+    assert rows["one"] == {**rows["two"], "stream": "one"}
+    assert rows["one and two"]["tokens"] == 2 * rows["one"]["tokens"] + 1
+    for names, words in ((["none"], "no readable document"), (["three"], "no such package")):
+        assert main([*command, *names]) == 2
+        assert words in capsys.readouterr().err
+    assert main(command[:3]) == 2
+    assert "give --data" in capsys.readouterr().err

@@ -109,6 +109,11 @@ def test_split_is_by_document_and_by_package() -> None:
     rows += [Document("bottle", "bottle/bottle.py", "python", _text("bottle"))]
     corpus = split(rows)
     assert [d.path for d in corpus.unseen] == ["bottle/bottle.py"]
+    # The manual of an unseen package renders its docstrings.
+    manual = Document("python-werkzeug-doc", "python-werkzeug-doc/x.rst", "prose", _text("manual"))
+    other = Document("python-flask-doc", "python-flask-doc/x.rst", "prose", _text("another"))
+    assert [d.source for d in split([manual, other]).unseen] == ["python-werkzeug-doc"]
+    assert not split([manual, other], doc_siblings=True).unseen
     assert 1 <= len(corpus.held_out) <= 30
     assert not {d.path for d in corpus.train} & {d.path for d in corpus.held_out}
     assert all(is_held_out(d.path) for d in corpus.held_out)

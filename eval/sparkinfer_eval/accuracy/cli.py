@@ -1,7 +1,7 @@
 """`eval/accuracy.py`: score, compare, judge, write.
 
-Exit codes: 0 all rows within their limits, 1 one is not, 2 bad input, 3 the machine or a server cannot do it, 4 an
-engine does not take this checkpoint.
+Exit codes: 0 all rows within their limits, 1 one is not or an engine gives no numbers, 2 bad input, 3 the machine or a
+server cannot do it, 4 an engine does not take this checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sparkinfer_eval.report.machine import machine_facts, source_facts
 from .compare import TOP1_OF_EXACT, Figures, Limits, figures, limits_for
 from .engines import SPEC_HELP, Recorded, Scorer, Spec, opened, parse_spec
 from .held_out import Task, make_task
-from .scores import Scores, write_scores
+from .scores import NotFinite, Scores, require_finite, write_scores
 from .server import METHODS
 
 CHECK = "accuracy"
@@ -200,7 +200,11 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(opened(spec, context, name, options.method)) for spec, name in names]
         task = _task(options, engines, folder)
-        a, *others = [engine.score(task) for engine in engines]
+        found_scores = []
+        for named, engine in zip((options.engine_a, options.engine_b), engines, strict=False):
+            found_scores.append(engine.score(task))
+            require_finite(named, found_scores[-1])
+    a, *others = found_scores
     if options.record is not None:
         # Where it was recorded: the comparison may be made elsewhere.
         write_scores(options.record, task, replace(a, engine={**a.engine, "machine": machine_facts()}))
@@ -229,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(command)
     try:
         return compare_engines(options, command)
-    except NotApplicable as error:
+    except (NotApplicable, NotFinite) as error:
         print(f"{CHECK}: {error}", file=sys.stderr)
         return error.exit_code
     except SparkinferError as error:

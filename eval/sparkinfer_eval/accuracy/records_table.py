@@ -22,17 +22,18 @@ HEAD = """# Accuracy records
 
 Made by `eval/accuracy_table.py` from the JSON files beside it; [docs/accuracy.md](../../docs/accuracy.md) defines the
 figures and says why there are two of top-1: "ties aside" leaves out positions whose two best 16-bit logits are exactly
-equal, "ties counted" takes them as differences. KL and gaps in nats. `--limit` "all" is the whole held-out set. Each
+equal, "ties counted" takes them as differences. KL and gaps in nats; "beyond" counts
+top-1 differences that are no near-ties. `--limit` "all" is the whole held-out set. Each
 record says how its engines were scored.
 
 Limits: {limits}.
 
 {columns}
-|---|---|---|---:|---:|---:|---:|---:|---:|---:|---|
+|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|
 """
 COLUMNS = (
     "A", "B, the reference", "`--context`, `--limit`, `--answer-tokens`", "positions", "top-1, ties aside",
-    "top-1, ties counted", "KL, mean", "perplexity A, B", "largest gap", "equal answers", "within limits",
+    "top-1, ties counted", "KL, mean", "perplexity A, B", "largest gap", "beyond", "equal answers", "within limits",
 )  # fmt: skip
 
 
@@ -81,7 +82,8 @@ def line(document: dict[str, Any]) -> str:
     cells = [
         engine_name(document["engines"]["a"]), engine_name(document["engines"]["b"]),
         scope(document["settings"]), f"{f['positions']}", f"{f['top1']:.4f}", f"{f['top1_plain']:.4f}",
-        f"{f['kl']:.2e}", perplexity, f"{f['gap']:.3f}", f"{f['answers_equal']} of {f['answers']}", verdict,
+        f"{f['kl']:.2e}", perplexity, f"{f['gap']:.3f}",
+        f"{f['differing'] - f['near_ties']}", f"{f['answers_equal']} of {f['answers']}", verdict,
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sparkinfer.errors import ConfigError
+from sparkinfer.errors import ConfigError, SparkinferError
 from sparkinfer.output import write_bytes
 
 from .held_out import Task
@@ -19,6 +21,12 @@ from .held_out import Task
 RECORD_TOP = 32
 """Alternatives that a record keeps: all that a server gives, and enough of a local engine's."""
 SCHEMA = "sparkinfer/accuracy-scores/v1"
+
+
+class NotFinite(SparkinferError):
+    """An engine's log-probabilities are no numbers: a check that fails, whatever the other engine says."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +74,56 @@ def positions_from(
     ]
 
 
+def _places(scores: Scores) -> Iterator[tuple[str, Iterable[float | None]]]:
+    """Every scored place in words, with the log-probabilities that the engine gave there."""
+    for name, rows in scores.windows.items():
+        for row in rows:
+            yield f"position {row.position} of {name}", (row.target, *row.top.values())
+    for name, answer in scores.answers.items():
+        for place, top in enumerate(answer.tops):
+            yield f"token {place} of the answer to {name}", top.values()
+
+
+def require_finite(engine: str, scores: Scores) -> None:
+    """Raises NotFinite, naming the first place, where a log-probability is NaN or infinite."""
+    wrong = [
+        (place, value)
+        for place, values in _places(scores)
+        for value in values
+        if value is not None and not math.isfinite(value)
+    ]
+    if wrong:
+        (place, value), others = wrong[0], len({place for place, _ in wrong}) - 1
+        raise NotFinite(
+            f"{engine} gives a log-probability of {value} at {place} and at {others} other places: nothing was "
+            "compared; look for NaN in its weights or its arithmetic"
+        )
+
+
+def _short(values: Iterable[float]) -> list[float]:
+    """The shortest decimals that float32, in which engines compute, reads back as the same numbers."""
+    return [float(str(value)) for value in np.fromiter(values, np.float32)]
+
+
+def _exact(values: list[float]) -> list[float]:
+    """What `_short` was given."""
+    return list(map(float, np.array(values, np.float32)))
+
+
 def _likeliest(top: dict[int, float]) -> list[list[Any]]:
     """[ids, logprobs] of the first `RECORD_TOP`."""
-    return [list(top)[:RECORD_TOP], [round(value, 6) for value in top.values()][:RECORD_TOP]]
+    return [list(top)[:RECORD_TOP], _short(list(top.values())[:RECORD_TOP])]
+
+
+def _top(ids: list[int], logprobs: list[float]) -> dict[int, float]:
+    return dict(zip(ids, _exact(logprobs), strict=True))
 
 
 def write_scores(path: Path, task: Task, scores: Scores) -> None:
-    """Write a record: xz-compressed JSON, to a temporary name first. Raises EnvironmentProblem."""
+    """Write a record: xz-compressed JSON, to a temporary name first. Log-probabilities are kept as float32, exactly.
+
+    Raises EnvironmentProblem. All of them must be finite (`require_finite`).
+    """
     document = {
         "schema": SCHEMA,
         "engine": scores.engine,
@@ -94,9 +145,9 @@ def read_scores(path: Path) -> tuple[Task, Scores]:
             raise ValueError(f"schema is {document['schema']!r}, expected {SCHEMA!r}")
         scores = Scores(document["engine"], document["method"])
         for name, rows in document["windows"].items():
-            scores.windows[name] = [Position(p, t, dict(zip(ids, v, strict=True))) for p, t, ids, v in rows]
+            scores.windows[name] = [Position(p, t, _top(ids, values)) for p, t, ids, values in rows]
         for name, (tokens, tops) in document["answers"].items():
-            scores.answers[name] = GreedyAnswer(tokens, [dict(zip(ids, v, strict=True)) for ids, v in tops])
+            scores.answers[name] = GreedyAnswer(tokens, [_top(ids, values) for ids, values in tops])
         return Task(**document["task"]), scores
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist: write it with --record") from error

@@ -7,6 +7,7 @@ the prompt, one greedy token, its alternatives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -140,7 +141,7 @@ class ServerEngine:
             raise EnvironmentProblem(f"{self.url} scored {len(rows)} of {len(ids)} prompt tokens")
         positions = []
         for place, row in enumerate(rows[1:], 1):
-            values = {int(token): float(entry["logprob"]) for token, entry in row.items()}
+            values = {int(token): _logprob(entry["logprob"]) for token, entry in row.items()}
             ranked = dict(sorted(values.items(), key=lambda item: -item[1]))
             positions.append(Position(place, values[ids[place]], ranked))
         return positions
@@ -157,7 +158,7 @@ class ServerEngine:
         logprobs = choice.get("logprobs") or {}
         tokens = [_token(self.url, name) for name in logprobs.get("tokens") or []]
         tops = [
-            {_token(self.url, name): float(value) for name, value in sorted(top.items(), key=lambda item: -item[1])}
+            dict(sorted(((_token(self.url, n), _logprob(v)) for n, v in top.items()), key=lambda item: -item[1]))
             for top in logprobs.get("top_logprobs") or []
         ]
         if not tokens or len(tokens) != len(tops):
@@ -171,3 +172,8 @@ def _token(url: str, name: str) -> int:
             f"{url} names tokens by text ({name!r}), which is not unique: it has to know return_tokens_as_token_ids"
         )
     return int(name.removeprefix(TOKEN_PREFIX))
+
+
+def _logprob(value: float | None) -> float:
+    """A reported log-probability: servers write NaN, which JSON lacks, as null."""
+    return math.nan if value is None else float(value)
