@@ -82,7 +82,9 @@ def test_table_values_equal_a_computation_by_hand(raw_run, render):
     assert row[1].split(" / ")[0] == f"{middle:.1f}"
     assert row[2] == f"{rate:,.0f}"
     assert row[3] == "70"
-    data = json.loads((report / "report.json").read_text())
+    text = (report / "report.json").read_text()
+    data = json.loads(text)
+    assert len(text) < 0.9 * len(json.dumps(data, indent=1)), "a line for each row"
     key = {"model": "spark-tiny-dense", "cell": "chat-c16", "engine": "sparkinfer", "rep": 1}
     found = {(c["metric"], c["stat"]): c for c in data["cells"] if key.items() <= c.items()}
     assert found["ttft_ms", "p50"]["value"] == pytest.approx(middle)

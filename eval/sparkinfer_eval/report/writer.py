@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from sparkinfer.errors import ConfigError
 from sparkinfer.output import require_folder
@@ -21,6 +23,15 @@ from sparkinfer_eval.report.release_note import release_note
 from sparkinfer_eval.report.report_json import build_report
 from sparkinfer_eval.report.summary import changelog_blocks, page_blocks
 
+_INNERMOST = re.compile(r'[\[{]\n(?:[^\[\]{}"]|"(?:\\.|[^"\\])*")*[\]}]')
+"""A list or an object of JSON text that holds no other one."""
+
+
+def _json(document: dict[str, Any]) -> str:
+    """JSON text with a line for each innermost list or object."""
+    text = json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    return _INNERMOST.sub(lambda found: " ".join(line.strip() for line in found[0].split("\n")), text)
+
 
 def _write_all(run: RunData, folder: Path, repository: Path, changes: Path) -> None:
     """Write every file of the report into an empty folder."""
@@ -33,7 +44,7 @@ def _write_all(run: RunData, folder: Path, repository: Path, changes: Path) -> N
             fragments_of(changes, run.info["version"]),
             read_history(repository, run.info["source"]["commit"], run.info["version"]),
         ),
-        "report.json": json.dumps(build_report(figures), indent=1, sort_keys=True, ensure_ascii=False) + "\n",
+        "report.json": _json(build_report(figures)),
         "commands.txt": commands,
     }
     plots = draw_all(figures)
