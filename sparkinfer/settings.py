@@ -19,8 +19,10 @@ from sparkinfer.settings_check import PREFIX, check, env_name
 
 ENVIRONMENT_ONLY = {
     "SPARKINFER_IMAGE_DIGEST": "digest of the container image that runs, set by its launcher; shown as `engine_digest`",
+    "SPARKINFER_NVFP4_ORDER": "`mma` or `wgmma`: how NVFP4 weights are packed on a GPU, for every kernel; unset, "
+    "experts on Hopper for `wgmma` and all others for `mma`",
 }
-"""Variables with our prefix that are no settings: they say what runs, not how."""
+"""Variables with our prefix that are no settings of a server: what runs, and what is fixed when the kernels load."""
 
 
 def _setting(

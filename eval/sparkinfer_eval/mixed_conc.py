@@ -1,4 +1,4 @@
-"""`mixed_conc_check`: two launches of the server, mixed steps on and off, the same 24 chats at once.
+"""`mixed_conc_check`: two launches of the server, mixed steps and packing on and off, the same 24 chats at once.
 
 The chats share a system prompt; their user turns are a few to 1500 tokens (less where the model's context is short);
 a third each is greedy, seeded, and greedy with log-probabilities. They are sent twice to each server: with an empty
@@ -63,9 +63,9 @@ LEAST_TOLERANCE = 2.0**-5
 COMMON = {"SPARKINFER_LOG_LEVEL": "warning", "SPARKINFER_PREFILL_CHUNK": "1024"}
 """Of all launches. The chats do not fit into one prefill pass, so that some wait while others decode, however they
 arrive."""
-OFF = {"SPARKINFER_MIXED_CHUNK": "0"}
-ALONE = {"SPARKINFER_PACK_PREFILL": "0", "SPARKINFER_PACK_MOE": "0"}
-"""Prompts are prefilled one by one, so that nothing a pack does wrong widens the limits."""
+OFF = {"SPARKINFER_MIXED_CHUNK": "0", "SPARKINFER_PACK_PREFILL": "0", "SPARKINFER_PACK_MOE": "0"}
+"""Of all launches but the mixed one: prompts are prefilled one by one, so that nothing a pack does wrong widens the
+limits, and everything it does wrong is seen."""
 ON_CHUNK = 256
 ON = {"SPARKINFER_MIXED_CHUNK": str(ON_CHUNK), "SPARKINFER_PREFILL_CHUNK": str(2 * ON_CHUNK)}
 """Budgets that carry few chats at once, so that there are tens of mixed steps."""
@@ -108,12 +108,10 @@ class Calibration:
 
 
 CALIBRATIONS = (
-    Calibration(
-        "one by one, prompts cut every 192 tokens, opposite order", {**ALONE, "SPARKINFER_PREFILL_CHUNK": "192"}, True
-    ),
+    Calibration("one by one, prompts cut every 192 tokens, opposite order", {"SPARKINFER_PREFILL_CHUNK": "192"}, True),
     Calibration(
         "one by one, 7 requests at once, prompts cut every 448 tokens",
-        {**ALONE, "SPARKINFER_MAX_NUM_SEQS": "7", "SPARKINFER_PREFILL_CHUNK": "448"},
+        {"SPARKINFER_MAX_NUM_SEQS": "7", "SPARKINFER_PREFILL_CHUNK": "448"},
         False,
     ),
 )

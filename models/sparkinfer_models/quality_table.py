@@ -6,6 +6,7 @@ Each comparison is of a quantised form (A) with the checkpoint that it was made 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import sys
@@ -13,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from sparkinfer.console import command_line
 from sparkinfer.errors import ConfigError, SparkinferError
@@ -41,6 +45,11 @@ class Quality:
     model: str
     format: str
     model_digest: str
+    uncalibrated_digest: str
+    """Of all tensors but input scales: without a search, the same on every CPU."""
+    cpu_capability: str
+    """The instructions that torch's kernels used: calibration's sums, and with them what follows from it, differ in
+    their last bits between kinds of CPU."""
     source_digest: str
     engine_digest: str
     weights_mib: float
@@ -70,6 +79,18 @@ def weights_mib(folder: Path) -> float:
     if not files:
         raise ConfigError(f"{folder} holds no weights: name the folder of the checkpoint that was scored")
     return sum(path.stat().st_size for path in files) / 2**20
+
+
+def uncalibrated_digest(folder: Path) -> str:
+    """SHA-256 over names and bytes of a checkpoint's tensors but input scales, in order of their names."""
+    digest = hashlib.sha256()
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    for name, tensor in sorted(tensors.items()):
+        if not name.endswith("input_scale"):
+            digest.update(name.encode() + b"\0" + tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return f"sha256:{digest.hexdigest()}"
 
 
 def read_quality(path: Path, checkpoints: Path, sources: Path) -> Quality:
@@ -103,6 +124,8 @@ def read_quality(path: Path, checkpoints: Path, sources: Path) -> Quality:
         model=source,
         format=FORMATS[kind],
         model_digest=digests[0],
+        uncalibrated_digest=uncalibrated_digest(folders[0]),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
         source_digest=digests[1],
         engine_digest=ours["engine_digest"],
         weights_mib=round(weights_mib(folders[0]), 1),
