@@ -81,12 +81,12 @@ def test_logits_are_the_float32_product_of_the_hidden_states() -> None:
 
 
 @pytest.mark.parametrize("name", ["spark-tiny-dense", "spark-tiny-moe"])
-def test_captured_passes_repeat_bit_for_bit_and_leave_others_alone(name: str) -> None:
+def test_vllm_39064_vllm_ascend_12040_captured_passes_repeat_bit_for_bit_and_leave_others_alone(name: str) -> None:
     _, gpu = drivers(name)
     gpu.runner.warm_up()
     caches = gpu.runner.caches
     generator = torch.Generator().manual_seed(1)
-    for count in (1, 3, 5):
+    for count in range(1, 6):
         requests = [gpu.add(torch.randint(5, 2000, (40,), generator=generator).tolist()) for _ in range(count)]
         members = [gpu.slot_of[request] for request in requests]
         others = [slot for slot in range(6) if slot not in members]
