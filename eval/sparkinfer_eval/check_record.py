@@ -32,6 +32,7 @@ from sparkinfer.output import require_folder, write_text
 
 from .check_program import AT_LEAST, BAD_INPUT, DIFFERENCE, ENVIRONMENT, NOT_APPLICABLE, PASS
 from .report.machine import machine_facts, source_facts
+from .rows_json import rows_json
 
 SCHEMA = "sparkinfer/check-record/v1"
 CHECKS = ("pack_ckpt_check", "mixed_conc_check", "prefix_check")
@@ -132,7 +133,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 def write(folder: Path, record: dict[str, Any]) -> None:
     """`checks.json` and `checks.md`, each by rename. Raises EnvironmentProblem."""
-    for name, text in (("checks.json", json.dumps(record, indent=1) + "\n"), ("checks.md", markdown(record))):
+    for name, text in (("checks.json", rows_json(record)), ("checks.md", markdown(record))):
         write_text(folder / name, text)
 
 

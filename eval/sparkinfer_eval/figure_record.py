@@ -9,6 +9,7 @@ from typing import Any
 
 from sparkinfer.errors import ConfigError
 from sparkinfer.output import write_text
+from sparkinfer_eval.rows_json import rows_json
 
 from .figure import EQUIVALENCE, MISSED
 from .paired import CONFIDENCE
@@ -124,5 +125,5 @@ def markdown(record: dict[str, Any]) -> str:
 
 def write(folder: Path, record: dict[str, Any]) -> None:
     """`figures.json` and `figures.md`, each by rename. Raises EnvironmentProblem."""
-    for name, text in (("figures.json", json.dumps(record, indent=1) + "\n"), ("figures.md", markdown(record))):
+    for name, text in (("figures.json", rows_json(record)), ("figures.md", markdown(record))):
         write_text(folder / name, text)

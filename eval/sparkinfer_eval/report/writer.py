@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 from sparkinfer.errors import ConfigError
 from sparkinfer.output import require_folder
@@ -22,15 +19,7 @@ from sparkinfer_eval.report.plots import draw_all
 from sparkinfer_eval.report.release_note import release_note
 from sparkinfer_eval.report.report_json import build_report
 from sparkinfer_eval.report.summary import changelog_blocks, page_blocks
-
-_INNERMOST = re.compile(r'[\[{]\n(?:[^\[\]{}"]|"(?:\\.|[^"\\])*")*[\]}]')
-"""A list or an object of JSON text that holds no other one."""
-
-
-def _json(document: dict[str, Any]) -> str:
-    """JSON text with a line for each innermost list or object."""
-    text = json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    return _INNERMOST.sub(lambda found: " ".join(line.strip() for line in found[0].split("\n")), text)
+from sparkinfer_eval.rows_json import rows_json
 
 
 def _write_all(run: RunData, folder: Path, repository: Path, changes: Path) -> None:
@@ -44,7 +33,7 @@ def _write_all(run: RunData, folder: Path, repository: Path, changes: Path) -> N
             fragments_of(changes, run.info["version"]),
             read_history(repository, run.info["source"]["commit"], run.info["version"]),
         ),
-        "report.json": _json(build_report(figures)),
+        "report.json": rows_json(build_report(figures), sort_keys=True),
         "commands.txt": commands,
     }
     plots = draw_all(figures)

@@ -24,6 +24,7 @@ from sparkinfer.scheduling.config import SchedulerConfig
 
 from ..cells import load_cells, resolve_cells
 from ..report.machine import machine_facts, source_facts
+from ..rows_json import rows_json
 from . import compare
 from .cost import Costs, Host, fit, load, save
 from .measured import Recorded, fit_cells, fit_run, read_runs
@@ -213,7 +214,7 @@ def write_out(
         "band": compare.BAND,
         "points": [{**dataclasses.asdict(p), "error": p.error, "inside": p.inside} for p in points],
     }
-    for name, content in (("simulation.md", text), ("simulation.json", json.dumps(document, indent=1) + "\n")):
+    for name, content in (("simulation.md", text), ("simulation.json", rows_json(document))):
         write_text(folder / name, content)
     if recorded is not None and points:
         seen = len({point.cell for point in points if point.fitted})

@@ -23,6 +23,7 @@ from sparkinfer.errors import ConfigError
 from sparkinfer.output import write_text
 from sparkinfer.scheduling.config import SchedulerConfig
 from sparkinfer.scheduling.types import StepPlan
+from sparkinfer_eval.rows_json import rows_json
 
 from .steps import HOST_FEATURES, PASS_FEATURES, Step, host_features, matrix, pass_features, plan_line
 from .workload import VOCABULARY
@@ -272,7 +273,7 @@ def save(costs: Costs, path: Path) -> None:
     document = {"schema": SCHEMA, **dataclasses.asdict(costs)}
     document["pass_weights"] = dict(zip(PASS_FEATURES, costs.pass_weights, strict=True))
     document["host_weights"] = dict(zip(HOST_FEATURES, costs.host_weights, strict=True))
-    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_text(path, rows_json(document, allow_nan=False))
 
 
 def load(path: Path) -> Costs:
