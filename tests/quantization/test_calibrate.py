@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparkinfer.models.config import load_config
@@ -33,9 +37,17 @@ def observed(folder, tokens):
 
 
 @pytest.fixture
-def float_source(source):
+def float_source(source, tmp_path):
+    """A toy checkpoint in float32."""
+
     def make(shape):
-        return source(shape, dtype="float32")
+        folder = tmp_path / shape
+        shutil.copytree(source(shape), folder)
+        for path in folder.glob("*.safetensors"):
+            save_file({name: tensor.float() for name, tensor in load_file(path).items()}, path)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+        return folder
 
     return make
 
