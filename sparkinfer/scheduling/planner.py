@@ -57,8 +57,8 @@ class Planner:
         roster = self.roster
         begun = self._first_begun()
         head_left = begun.tokens_left if begun is not None else 0
-        head = roster.queue.head() if self.resources.slots.num_free else None
-        if head is not None and (begun is None or head.key < begun.key):
+        head = self._oldest_waiting(begun) if self.resources.slots.num_free else None
+        if head is not None:
             left = self._left(head)
             if begun is None or is_long(left, self.config):  # A short one joins whatever pass comes next.
                 head_left = left
@@ -68,6 +68,11 @@ class Planner:
     def _first_begun(self) -> Sequence | None:
         """The oldest prompt that is partly computed."""
         return next((s for s in self.roster.prefilling if s.phase is Phase.PREFILL and not s.preempting), None)
+
+    def _oldest_waiting(self, begun: Sequence | None) -> Sequence | None:
+        """The head of the waiting queue, if it is older than the first begun prompt."""
+        head = self.roster.queue.head()
+        return head if head is not None and (begun is None or head.key < begun.key) else None
 
     def _waiting(self) -> int:
         """Tokens left of the short prompts that a mixed step with room for all of them would carry.
@@ -170,8 +175,8 @@ class Planner:
         A pass for one prompt is for the oldest, be it begun or not.
         """
         self.roster.refresh()
-        if shape.alone:
-            self._admit_if_oldest()
+        if shape.alone and (head := self._oldest_waiting(self._first_begun())) is not None and self._may_admit():
+            self.roster.admit(head)
         budget, count = shape.budget, 0
         for sequence in self.roster.prefilling:
             if count == shape.max_prompts:
@@ -186,12 +191,6 @@ class Planner:
             budget -= length
             count += 1
         self._admit_rows(flight, shape, budget, count)
-
-    def _admit_if_oldest(self) -> None:
-        """Let the head of the waiting queue run if it is older than all begun prompts."""
-        head, begun = self.roster.queue.head(), self._first_begun()
-        if head is not None and begun is not None and head.key < begun.key and self._may_admit():
-            self.roster.admit(head)
 
     def _may_admit(self) -> bool:
         """Not in the step of a preemption: a victim would come back with the memory that it has just given up."""

@@ -200,11 +200,11 @@ def compare_engines(options: argparse.Namespace, command: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(opened(spec, context, name, options.method)) for spec, name in names]
         task = _task(options, engines, folder)
-        found_scores = []
-        for named, engine in zip((options.engine_a, options.engine_b), engines, strict=False):
-            found_scores.append(engine.score(task))
-            require_finite(named, found_scores[-1])
-    a, *others = found_scores
+        scored = []
+        for text, engine in zip((options.engine_a, options.engine_b), engines, strict=False):
+            scored.append(engine.score(task))
+            require_finite(text, scored[-1])
+    a, *others = scored
     if options.record is not None:
         # Where it was recorded: the comparison may be made elsewhere.
         write_scores(options.record, task, replace(a, engine={**a.engine, "machine": machine_facts()}))

@@ -102,8 +102,8 @@ def policy(text: str, base: SchedulerConfig) -> SchedulerConfig:
             changes[name] = bool(int(value)) if kind is bool else kind(value)
         except ValueError:
             raise ConfigError(f"--set {item}: {value!r} is not a value of {name} ({kind.__name__})") from None
-    if "backlog_chunk" not in changes and not 0 < 2 * changes.get("mixed_chunk", 1) < base.backlog_chunk:
-        changes["backlog_chunk"] = 0
+    if "mixed_chunk" in changes and not 0 < 2 * changes["mixed_chunk"] < base.backlog_chunk:
+        changes.setdefault("backlog_chunk", 0)
     config = dataclasses.replace(base, **changes)
     config.validate()
     return config
